@@ -1,0 +1,1 @@
+"""Python runtime of kernseal: verify a bundle, open it, call its kernels."""
