@@ -1,0 +1,131 @@
+"""Compiles one variant with CuTe DSL: ``python -m kernseal.export.cute_worker job.json``. No GPU is needed.
+
+The host object is made from the same MLIR module that the DSL exports, with two changes: the cubin embedded in it is
+removed (the image that loads is the bundle's), and code is generated for the baseline of the host architecture, not for the
+processor that happens to build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from kernseal.export.job import CuteAnswer, CuteJob
+
+HOST_TARGETS = {
+    "linux-x86_64": ("x86_64-unknown-linux-gnu", "x86-64"),
+    "linux-aarch64": ("aarch64-unknown-linux-gnu", "generic"),
+}
+EMBEDDED_IMAGE = "kernels_binary"
+
+
+def isolate(job: CuteJob) -> None:
+    """Make ``flashinfer`` mean the patched tree, whatever is installed, and nothing but its source set."""
+    top = types.ModuleType("flashinfer")
+    top.__path__ = [str(Path(job.tree) / "flashinfer")]
+    sys.modules["flashinfer"] = top
+    for name, attributes in job.host_only.items():
+        module = types.ModuleType(name)
+        for attribute in attributes:
+            setattr(module, attribute, _refuse(f"{name}.{attribute}"))
+        sys.modules[name] = module
+
+
+def _refuse(name: str) -> Any:
+    def called(*_: object, **__: object) -> None:
+        raise RuntimeError(f"{name} is host-only and was called by a kernel build")
+
+    return called
+
+
+def load_recipe(path: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("kernseal_recipe", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def imported_files(tree: str) -> list[str]:
+    root = Path(tree)
+    origins = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    return sorted({Path(o).relative_to(root).as_posix() for o in origins if o and Path(o).is_relative_to(root)})
+
+
+def dynamic_smem(mlir: str) -> int:
+    """Bytes of dynamic shared memory that the host code stores into its launch configuration.
+
+    Raises:
+        ValueError: the module does not hold exactly one constant for it.
+    """
+    config = r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+    fields = re.findall(rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, !llvm\.{config}", mlir)
+    values = set()
+    for name in fields:
+        for stored in re.findall(rf"llvm\.store (%\w+), {name} : i64", mlir):
+            values |= set(re.findall(rf"^\s*{stored} = llvm\.mlir\.constant\((\d+) : i64\)", mlir, re.MULTILINE))
+    if len(values) != 1:
+        raise ValueError(f"dynamic shared memory: expected one constant in the launch configuration, found {sorted(values)}")
+    return int(values.pop())
+
+
+def host_object(compiled: Any, job: CuteJob, path: Path) -> None:
+    """Write the host object without the cubin and without the DSL's pickled signature (which differs between Pythons)."""
+    from cutlass._mlir import ir
+    from cutlass.base_dsl.export import get_export_module
+
+    module = get_export_module(compiled.ir_module, job.prefix)
+    removed = []
+
+    def strip(op: Any) -> Any:
+        if op.name == "llvm.mlir.global" and op.attributes["sym_name"].value == EMBEDDED_IMAGE:
+            with module.context:
+                op.attributes["value"] = ir.StringAttr.get("\0")
+                op.attributes["global_type"] = ir.TypeAttr.get(ir.Type.parse("!llvm.array<1 x i8>"))
+            removed.append(op.name)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(strip)
+    if len(removed) != 1:
+        raise RuntimeError(f"expected one embedded image {EMBEDDED_IMAGE!r} in the host module, found {len(removed)}")
+    if "gpu.container_module" in module.operation.attributes:
+        del module.operation.attributes["gpu.container_module"]
+    triple, cpu = HOST_TARGETS[job.host]
+    engine = compiled.export_provider.mlirExecutionEngine
+    name = f"{job.prefix}_{compiled.function_name}"
+    engine.dump_object_file_pic(module, str(path), name, host_triple=triple, host_cpu=cpu, host_features="")
+
+
+def compile_variant(job: CuteJob) -> None:
+    ctypes.CDLL(job.runtime, mode=ctypes.RTLD_GLOBAL)
+    isolate(job)
+    import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import DumpDir
+
+    upstream_class = getattr(importlib.import_module(job.cls["module"]), job.cls["name"])
+    recipe = load_recipe(job.recipe)
+    kernel, args = getattr(recipe, job.cls["builder"])(upstream_class, job.axes, job.cls)
+    out = Path(job.out)
+    dump = out / "dump"
+    dump.mkdir()
+    options = (cute.GPUArch(job.arch), cute.OptLevel(3), cute.KeepPTX(True), cute.KeepCUBIN(True), DumpDir(str(dump)))
+    compiled = cute.compile[options](kernel, *args)
+    (ptx,) = dump.glob("*.ptx")
+    (cubin,) = dump.glob("*.cubin")
+    (entry,) = compiled.kernel_info
+    ptx.rename(out / "raw.ptx")
+    cubin.rename(out / "dsl.cubin")
+    host_object(compiled, job, out / "host.o")
+    answer = CuteAnswer(entry, compiled.function_name, dynamic_smem(str(compiled.ir_module)), imported_files(job.tree))
+    answer.save(out / "answer.json")
+
+
+if __name__ == "__main__":
+    compile_variant(CuteJob.load(Path(sys.argv[1])))

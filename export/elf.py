@@ -1,0 +1,139 @@
+"""Reads a cubin: entries, parameter layout, registers, shared memory. Format facts: NVIDIA's ``.nv.info`` attributes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elftools.common.exceptions import ELFError
+from elftools.elf.elffile import ELFFile
+
+from kernseal.loader.errors import Malformed
+
+REGCOUNT, FRAME_SIZE, PARAM_CBANK, CBANK_PARAM_SIZE, KPARAM_INFO = 0x2F, 0x11, 0x0A, 0x19, 0x17
+SIZED, HALF = 0x04, 0x03
+CODE_SECTIONS = (".text.", ".nv.constant", ".nv.global", ".nv.info", ".nv.shared.")
+
+
+@dataclass(frozen=True)
+class Param:
+    """A kernel parameter: ordinal, offset and size in bytes."""
+
+    ordinal: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel of a cubin.
+
+    Attributes:
+        name: symbol.
+        registers: per thread.
+        static_smem: bytes of shared memory fixed at compile time.
+        frame: bytes of stack a thread.
+        code_bytes: size of its machine code.
+        params: in order of ordinal.
+    """
+
+    name: str
+    registers: int
+    static_smem: int
+    frame: int
+    code_bytes: int
+    params: tuple[Param, ...]
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """What a cubin holds.
+
+    Attributes:
+        entries: kernels, by name.
+        code_sha256: SHA-256 over names and bytes of the sections that make up the program, leaving out notes and symbol tables.
+    """
+
+    entries: dict[str, Entry]
+    code_sha256: str
+
+
+def read(data: bytes) -> Cubin:
+    """Parse a cubin.
+
+    Raises:
+        Malformed: not an ELF file, or its attributes do not parse.
+    """
+    try:
+        elf = ELFFile(io.BytesIO(data))
+        sections = {section.name: section for section in elf.iter_sections()}
+        names = [name[len(".text.") :] for name in sections if name.startswith(".text.")]
+        symbols = _symbols(elf)
+        per_symbol = _global_attributes(_bytes(sections.get(".nv.info")), symbols)
+        entries = {name: _entry(name, sections, per_symbol.get(name, {})) for name in sorted(names)}
+        entries = {name: entry for name, entry in entries.items() if f".nv.info.{name}" in sections}
+        return Cubin(entries, _code_digest(sections))
+    except (ELFError, struct.error, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise Malformed(f"cubin: {type(error).__name__}: {error}") from error
+
+
+def _bytes(section: object) -> bytes:
+    if section is None or section["sh_type"] == "SHT_NOBITS":  # type: ignore[index]
+        return b""
+    return bytes(section.data())  # type: ignore[attr-defined]
+
+
+def _symbols(elf: ELFFile) -> dict[int, str]:
+    table = elf.get_section_by_name(".symtab")
+    return {} if table is None else {i: symbol.name for i, symbol in enumerate(table.iter_symbols())}
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at + 4 <= len(data):
+        form, attribute, size = struct.unpack_from("<BBH", data, at)
+        at += 4
+        if form == SIZED:
+            yield attribute, data[at : at + size]
+            at += size
+        else:
+            yield attribute, struct.pack("<H", size)
+
+
+def _global_attributes(data: bytes, symbols: dict[int, str]) -> dict[str, dict[int, int]]:
+    found: dict[str, dict[int, int]] = {}
+    for attribute, value in _attributes(data):
+        if attribute in (REGCOUNT, FRAME_SIZE) and len(value) == 8:
+            symbol, number = struct.unpack("<II", value)
+            found.setdefault(symbols[symbol], {})[attribute] = number
+    return found
+
+
+def _entry(name: str, sections: dict[str, object], numbers: dict[int, int]) -> Entry:
+    params = []
+    for attribute, value in _attributes(_bytes(sections.get(f".nv.info.{name}"))):
+        if attribute == KPARAM_INFO:
+            _, ordinal, offset, packed = struct.unpack("<IHHI", value)
+            params.append(Param(ordinal, offset, packed >> 18))
+    shared = sections.get(f".nv.shared.{name}")
+    return Entry(
+        name=name,
+        registers=numbers.get(REGCOUNT, 0),
+        static_smem=int(shared["sh_size"]) if shared is not None else 0,  # type: ignore[index]
+        frame=numbers.get(FRAME_SIZE, 0),
+        code_bytes=len(_bytes(sections[f".text.{name}"])),
+        params=tuple(sorted(params, key=lambda p: p.ordinal)),
+    )
+
+
+def _code_digest(sections: dict[str, object]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(sections):
+        if name.startswith(CODE_SECTIONS):
+            data = _bytes(sections[name])
+            digest.update(f"{name}\0{len(data)}\0".encode())
+            digest.update(data)
+    return digest.hexdigest()

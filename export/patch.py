@@ -1,0 +1,88 @@
+"""Source patches: unified diffs that apply exactly as written, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import unidiff
+
+from kernseal.export import files
+from kernseal.loader.errors import RuleFailed
+
+
+@dataclass(frozen=True)
+class SourcePatch:
+    """One file under ``patches/source``: a header of ``Name: text`` lines that says why, then a unified diff."""
+
+    name: str
+    text: str
+
+    @property
+    def sha256(self) -> str:
+        return files.sha256_bytes(self.text.encode())
+
+    @property
+    def header(self) -> dict[str, str]:
+        pairs = (line.split(": ", 1) for line in self.text.split("\ndiff ", 1)[0].splitlines() if ": " in line)
+        return {name: value for name, value in pairs}
+
+
+REQUIRED_HEADERS = ("Subject", "Reason", "Upstream", "Remove-when")
+
+
+def load(root: Path, names: Sequence[str]) -> list[SourcePatch]:
+    """Read patches in the order they apply.
+
+    Raises:
+        RuleFailed: a file is not there or does not say why it exists.
+    """
+    loaded = []
+    for name in names:
+        try:
+            patch = SourcePatch(name, (root / name).read_text())
+        except FileNotFoundError as error:
+            raise RuleFailed(f"patches/{name}: not there") from error
+        lacking = [key for key in REQUIRED_HEADERS if key not in patch.header]
+        if lacking:
+            raise RuleFailed(f"patches/{name}: header lacks {', '.join(lacking)}")
+        loaded.append(patch)
+    return loaded
+
+
+def apply(tree: Mapping[str, bytes], patches: Sequence[SourcePatch]) -> dict[str, bytes]:
+    """The tree with every patch applied; context and line numbers must fit exactly.
+
+    Raises:
+        RuleFailed: a hunk does not fit, or its file is not in the tree; the message names patch, file and line.
+    """
+    result = dict(tree)
+    for patch in patches:
+        for part in unidiff.PatchSet(patch.text):
+            path = part.path
+            if path not in result:
+                raise RuleFailed(f"patches/{patch.name}: {path}: not in the source set")
+            result[path] = _apply_file(patch.name, path, result[path], part)
+    return result
+
+
+def _apply_file(name: str, path: str, data: bytes, part: unidiff.PatchedFile) -> bytes:
+    lines = data.decode().splitlines(keepends=True)
+    made: list[str] = []
+    at = 0
+    for hunk in part:
+        start = hunk.source_start - 1 if hunk.source_length else hunk.source_start
+        made += lines[at:start]
+        at = start
+        for line in hunk:
+            if line.is_added:
+                made.append(line.value)
+                continue
+            found = lines[at] if at < len(lines) else None
+            if found != line.value:
+                raise RuleFailed(f"patches/{name}: {path}:{at + 1}: expected {line.value!r}, found {found!r}")
+            at += 1
+            if line.is_context:
+                made.append(line.value)
+    return "".join(made + lines[at:]).encode()

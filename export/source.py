@@ -1,0 +1,364 @@
+"""The pinned upstream source: find it, check it file by file, and lay out exactly the files that an op's build reads.
+
+A source is the pinned wheel, an unpacked wheel, or a checkout (``--source``). Whatever ``flashinfer`` is installed in
+site-packages plays no part: builds import from the tree made here, which holds the op's source set and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
+
+import yaml
+
+from kernseal.export import files, paths
+from kernseal.loader.errors import SourceInvalid
+
+VERSION_FILES = ("flashinfer/_build_meta.py", "version.txt")
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """``kernels/upstream.yaml``."""
+
+    name: str
+    version: str
+    wheel: str
+    sha256: str
+    purl: str
+    repository: str
+    commit: str
+    licence: str
+    checkout_paths: Mapping[str, str]
+    watched: tuple[str, ...]
+    licences: tuple[str, ...]
+
+
+def upstream() -> Upstream:
+    data = yaml.safe_load((paths.kernels() / "upstream.yaml").read_text())
+    data["watched"] = tuple(data["watched"])
+    data["licences"] = tuple(data["licences"])
+    return Upstream(**data)
+
+
+def source_set(op_folder: Path) -> dict[str, str]:
+    """Path to SHA-256 of every upstream file that the op's build reads."""
+    data: dict[str, str] = json.loads((op_folder / "source_set.json").read_text())
+    return data
+
+
+def listing() -> dict[str, str]:
+    """Path to SHA-256 of everything in the watched folders."""
+    data: dict[str, str] = json.loads((paths.kernels() / "upstream_listing.json").read_text())
+    return data
+
+
+# --- results -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """Something about a source that is not as pinned."""
+
+    kind: ClassVar[str] = ""
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.path}"
+
+    def to_json(self) -> dict[str, str]:
+        return {"kind": self.kind, **self.__dict__}
+
+
+@dataclass(frozen=True, order=True)
+class FileMissing(Finding):
+    """A pinned file is not there."""
+
+    kind = "missing"
+
+
+@dataclass(frozen=True, order=True)
+class FileAdded(Finding):
+    """A file in a watched folder that the pins do not name."""
+
+    kind = "unknown"
+
+
+@dataclass(frozen=True, order=True)
+class FileChanged(Finding):
+    """A pinned file with other bytes."""
+
+    kind = "mismatch"
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.path}: expected sha256 {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True, order=True)
+class WrongVersion(Finding):
+    """A FlashInfer of another version."""
+
+    kind = "wrong_version"
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.path} says {self.found}, the pin is {self.expected}"
+
+
+@dataclass(frozen=True, order=True)
+class NotThere(Finding):
+    """Nothing at this path."""
+
+    kind = "not_there"
+
+
+@dataclass(frozen=True, order=True)
+class EmptySource(Finding):
+    """A folder with nothing in it."""
+
+    kind = "empty"
+
+
+@dataclass(frozen=True, order=True)
+class NotASource(Finding):
+    """A folder (perhaps inside some other repository) that holds no FlashInfer."""
+
+    kind = "not_a_source"
+
+
+@dataclass(frozen=True, order=True)
+class SubmoduleMissing(Finding):
+    """A checkout whose submodule was never initialised."""
+
+    kind = "submodule_not_initialised"
+
+
+# --- the kinds of source -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """Readable upstream files, by their path in the wheel.
+
+    Attributes:
+        label: how messages call it.
+        read: bytes of one file, or None.
+        names: every path under a folder.
+    """
+
+    label: str
+    read: Callable[[str], bytes | None]
+    names: Callable[[str], list[str]]
+
+
+def wheel_source(path: Path) -> Source:
+    archive = zipfile.ZipFile(path)
+    known = set(archive.namelist())
+
+    def names(folder: str) -> list[str]:
+        return sorted(name for name in known if name.startswith(folder + "/") and not name.endswith("/"))
+
+    return Source(path.name, lambda name: archive.read(name) if name in known else None, names)
+
+
+def folder_source(root: Path, pin: Upstream) -> Source:
+    """An unpacked wheel or a checkout."""
+    checkout = not (root / "flashinfer" / "data").is_dir()
+
+    def real(name: str) -> Path:
+        if checkout:
+            for there, here in pin.checkout_paths.items():
+                if name.startswith(there + "/"):
+                    return root / here / name[len(there) + 1 :]
+        return root / name
+
+    def read(name: str) -> bytes | None:
+        try:
+            return real(name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def names(folder: str) -> list[str]:
+        top = real(folder + "/x").parent
+        found = (path for path in top.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        return sorted(str(PurePosixPath(folder) / path.relative_to(top).as_posix()) for path in found)
+
+    return Source(str(root), read, names)
+
+
+# --- checking ----------------------------------------------------------------------------------------------------------
+
+
+def verify(path: Path, pin: Upstream, wanted: Mapping[str, str], watched: Mapping[str, str]) -> list[Finding]:
+    """Everything about the source at ``path`` that is not as pinned; empty when it is the pinned one.
+
+    Args:
+        path: a wheel, an unpacked wheel, or a checkout.
+        pin: ``upstream()``.
+        wanted: path to SHA-256 that must be there (the union of the ops' source sets).
+        watched: path to SHA-256 of the whole content of the watched folders.
+    """
+    if not path.exists():
+        return [NotThere(str(path))]
+    if path.is_file():
+        return _verify_wheel(path, pin) or _verify_files(wheel_source(path), pin, wanted, watched)
+    return _verify_folder(path, pin) or _verify_files(folder_source(path, pin), pin, wanted, watched)
+
+
+def _verify_wheel(path: Path, pin: Upstream) -> list[Finding]:
+    found = files.sha256_file(path)
+    if found == pin.sha256:
+        return []
+    match = re.match(r"flashinfer_python-([^-]+)-", path.name)
+    if match and match.group(1) != pin.version:
+        return [WrongVersion(path.name, pin.version, match.group(1))]
+    return [FileChanged(path.name, pin.sha256, found)]
+
+
+def _verify_folder(path: Path, pin: Upstream) -> list[Finding]:
+    """Is it a FlashInfer at all, and of the pinned version? Never asks git: the folder around may be another repository."""
+    if not any(path.iterdir()):
+        owner = _submodule_owner(path)
+        return [SubmoduleMissing(str(path)) if owner else EmptySource(str(path))]
+    if not (path / "flashinfer" / "__init__.py").is_file():
+        return [NotASource(str(path))]
+    empty = [SubmoduleMissing(str(path / name)) for name in _submodules(path) if not _has_entries(path / name)]
+    return [*empty, *_version_findings(path, pin)]
+
+
+def _version_findings(path: Path, pin: Upstream) -> list[Finding]:
+    for name in VERSION_FILES:
+        file = path / name
+        if not file.is_file():
+            continue
+        text = file.read_text(errors="replace")
+        match = re.search(r"__version__\s*=\s*\"([^\"]+)\"", text) or re.match(r"\s*([0-9][^\s]*)\s*$", text)
+        if match:
+            found = match.group(1)
+            return [] if found == pin.version else [WrongVersion(name, pin.version, found)]
+    return []
+
+
+def _submodules(root: Path) -> list[str]:
+    modules = root / ".gitmodules"
+    if not modules.is_file():
+        return []
+    return re.findall(r"^\s*path\s*=\s*(\S+)\s*$", modules.read_text(errors="replace"), re.MULTILINE)
+
+
+def _submodule_owner(path: Path) -> Path | None:
+    """The checkout that lists ``path`` as a submodule, if one does."""
+    absolute = path.resolve()
+    for parent in absolute.parents:
+        if str(absolute.relative_to(parent).as_posix()) in _submodules(parent):
+            return parent
+    return None
+
+
+def _has_entries(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _verify_files(
+    source: Source, pin: Upstream, wanted: Mapping[str, str], watched: Mapping[str, str]
+) -> list[Finding]:
+    findings: list[Finding] = []
+    for name, expected in {**watched, **wanted}.items():
+        data = source.read(name)
+        if data is None:
+            findings.append(FileMissing(name))
+        elif (found := files.sha256_bytes(data)) != expected:
+            findings.append(FileChanged(name, expected, found))
+    for folder in pin.watched:
+        findings += [FileAdded(name) for name in source.names(folder) if name not in watched]
+    return sorted(findings, key=lambda finding: (finding.path, finding.kind))
+
+
+def require(findings: Iterable[Finding], path: Path) -> None:
+    """Raise ``SourceInvalid`` with every finding, if there is any."""
+    lines = [str(finding) for finding in findings]
+    if lines:
+        raise SourceInvalid(f"source {path}: " + "; ".join(lines[:20]) + (f"; and {len(lines) - 20} more" if len(lines) > 20 else ""))
+
+
+# --- getting it --------------------------------------------------------------------------------------------------------
+
+
+def fetch_wheel(pin: Upstream, note: Callable[[str], None] = lambda _: None) -> Path:
+    """The pinned wheel in the cache, downloaded by pip (which checks the SHA-256) when it is not there.
+
+    Raises:
+        SourceInvalid: pip could not get a file with the pinned hash.
+    """
+    target = paths.cache() / "wheels" / pin.sha256 / pin.wheel
+    if target.is_file():
+        return target
+    note(f"fetching {pin.wheel}")
+    with files.staged_folder(target.parent) as stage:
+        lock = stage / "requirements.txt"
+        lock.write_text(f"{pin.name}=={pin.version} --hash=sha256:{pin.sha256}\n")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--require-hashes", "--only-binary", ":all:", "--dest", str(stage), "-r", str(lock)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        lock.unlink()
+        if done.returncode or not (stage / pin.wheel).is_file():
+            raise SourceInvalid(f"{pin.wheel}: pip could not fetch it: {done.stderr.strip()[-600:]}")
+    return target
+
+
+def open_source(given: Path | None, pin: Upstream, note: Callable[[str], None] = lambda _: None) -> tuple[Source, Path]:
+    """The source a build reads from: ``given``, or the pinned wheel."""
+    path = given or fetch_wheel(pin, note)
+    return (wheel_source(path) if path.is_file() else folder_source(path, pin)), path
+
+
+def read_set(source: Source, wanted: Mapping[str, str]) -> dict[str, bytes]:
+    """Bytes of every file of a source set, each checked.
+
+    Raises:
+        SourceInvalid: a file is missing or differs.
+    """
+    got: dict[str, bytes] = {}
+    for name, expected in wanted.items():
+        data = source.read(name)
+        if data is None:
+            raise SourceInvalid(f"source {source.label}: {FileMissing(name)}")
+        found = files.sha256_bytes(data)
+        if found != expected:
+            raise SourceInvalid(f"source {source.label}: {FileChanged(name, expected, found)}")
+        got[name] = data
+    return got
+
+
+@functools.cache
+def all_wanted() -> dict[str, str]:
+    """The union of the ops' source sets and the licences."""
+    wanted: dict[str, str] = {}
+    for path in sorted(paths.kernels().glob("*/source_set.json")):
+        wanted.update(source_set(path.parent))
+    return wanted
+
+
+def write_pins(source: Source, pin: Upstream, sets: Mapping[Path, Iterable[str]]) -> None:
+    """Write ``upstream_listing.json`` and the ops' ``source_set.json`` from a source (a reviewer's act)."""
+
+    def table(names: Iterable[str]) -> dict[str, Any]:
+        return {name: files.sha256_bytes(source.read(name) or b"") for name in sorted(names)}
+
+    def store(path: Path, data: dict[str, Any]) -> None:
+        files.write_atomic(path, (json.dumps(data, indent=1, sort_keys=True) + "\n").encode())
+
+    store(paths.kernels() / "upstream_listing.json", table(n for folder in pin.watched for n in source.names(folder)))
+    for folder, names in sets.items():
+        store(folder / "source_set.json", table(names))

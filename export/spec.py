@@ -1,0 +1,200 @@
+"""Reads ``kernels/<op>/kernel.yaml``: which classes serve an SM, and which variants a profile asks for."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+from kernseal.export import paths
+from kernseal.loader.errors import InvalidArgument, Malformed, Unsupported
+
+AxisValue = str | bool
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a bundle is for.
+
+    Attributes:
+        sm: the product's SM, e.g. ``sm_120a``: it chooses the upstream class.
+        retarget: None, or the SM the same source is compiled for to run it on other hardware (validation only).
+        host: operating system and processor of the library.
+    """
+
+    sm: str
+    retarget: str | None = None
+    host: str = "linux-x86_64"
+
+    @property
+    def arch(self) -> str:
+        """SM that the compilers are given."""
+        return self.retarget or self.sm
+
+    @property
+    def name(self) -> str:
+        return f"{self.sm}-on-{self.retarget}" if self.retarget else self.sm
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name}-{self.host}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled form of an op: a point on its axes, for one upstream class and one target."""
+
+    op: str
+    class_name: str
+    axes: Mapping[str, AxisValue] = field(hash=False)
+    id: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.op}/{self.id}"
+
+
+@dataclass(frozen=True)
+class Op:
+    """A checked ``kernel.yaml`` and the folder it is in."""
+
+    name: str
+    folder: Path
+    data: Mapping[str, Any] = field(hash=False)
+
+    def class_for(self, target: Target) -> str | None:
+        """Upstream class that serves ``target``, or None."""
+        for name, cls in self.data["classes"].items():
+            retargets = cls.get("retarget", [])
+            if target.sm in cls["sms"] and (target.retarget is None or target.retarget in retargets):
+                return str(name)
+        return None
+
+    def excluded(self, class_name: str, axes: Mapping[str, AxisValue]) -> str | None:
+        """Why no class has this combination, or None when it does."""
+        for rule in self.data.get("excludes", []):
+            if rule.get("class", class_name) != class_name:
+                continue
+            if all(axes[axis] == value for axis, value in rule["when"].items()):
+                return str(rule["why"])
+        return None
+
+    def variant(self, target: Target, axes: Mapping[str, AxisValue]) -> Variant:
+        """The variant at ``axes``.
+
+        Raises:
+            Unsupported: no class serves the target, or the combination is excluded.
+        """
+        class_name = self.class_for(target)
+        if class_name is None:
+            raise Unsupported(f"op {self.name}: target {target.name} has no class; supported: {', '.join(self.targets())}")
+        if why := self.excluded(class_name, axes):
+            raise Unsupported(f"op {self.name}, class {class_name}: {why}")
+        ordered = {axis: axes[axis] for axis in self.data["axes"]}
+        return Variant(self.name, class_name, ordered, variant_id(self.data, ordered))
+
+    def variants(self, target: Target, profile: str) -> list[Variant]:
+        """Every variant of ``profile`` that the target's class has, in order of id. Empty when no class serves it."""
+        class_name = self.class_for(target)
+        if class_name is None:
+            return []
+        if profile not in self.data["profiles"]:
+            raise InvalidArgument(f"profile {profile!r}: supported: {', '.join(self.data['profiles'])}")
+        found: dict[str, Variant] = {}
+        for axes in self._points(profile):
+            if self.excluded(class_name, axes) is None:
+                made = self.variant(target, axes)
+                found[made.id] = made
+        return [found[key] for key in sorted(found)]
+
+    def _points(self, profile: str) -> Iterator[dict[str, AxisValue]]:
+        defaults = self.data["defaults"]
+        for group in self.data["profiles"][profile]:
+            choices = {axis: group.get(axis, [defaults[axis]]) for axis in self.data["axes"]}
+            for values in itertools.product(*choices.values()):
+                yield dict(zip(choices, values, strict=True))
+
+    def targets(self) -> list[str]:
+        names: list[str] = []
+        for cls in self.data["classes"].values():
+            names += cls["sms"]
+            names += [f"{sm}-on-{other}" for sm in cls["sms"] for other in cls.get("retarget", [])]
+        return names
+
+
+def variant_id(data: Mapping[str, Any], axes: Mapping[str, AxisValue]) -> str:
+    """Name of a point on the axes: each axis's tag for its value, joined by ``_``; empty tags vanish."""
+    tags = []
+    for axis, spec in data["axes"].items():
+        value = axes[axis]
+        if isinstance(value, bool):
+            tags.append(spec["tags"][1 if value else 0])
+        else:
+            tags.append(f"{spec.get('prefix', '')}{value}")
+    return "_".join(tag for tag in tags if tag)
+
+
+@functools.cache
+def _schema() -> Any:
+    return json.loads((Path(__file__).parent / "schemas" / "kernel.schema.json").read_text())
+
+
+def load_op(folder: Path) -> Op:
+    """Read and check one op's ``kernel.yaml``.
+
+    Raises:
+        Malformed: not YAML, or not what the schema asks for; the message names the field.
+    """
+    path = folder / "kernel.yaml"
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Malformed(f"{path.name} of {folder.name}: {error}") from error
+    found = sorted(jsonschema.Draft202012Validator(_schema()).iter_errors(data), key=lambda e: list(e.absolute_path))
+    if found:
+        where = ".".join(str(part) for part in found[0].absolute_path) or "top level"
+        raise Malformed(f"kernels/{folder.name}/kernel.yaml: {where}: {found[0].message}")
+    if data["op"] != folder.name:
+        raise Malformed(f"kernels/{folder.name}/kernel.yaml: op: {data['op']!r} is not the folder's name")
+    return Op(data["op"], folder, data)
+
+
+def load_ops(root: Path | None = None) -> list[Op]:
+    """Every op, in order of name."""
+    folders = sorted(path.parent for path in (root or paths.kernels()).glob("*/kernel.yaml"))
+    return [load_op(folder) for folder in folders]
+
+
+def parse_target(sm: str, retarget: str | None, ops: Sequence[Op], host: str = "linux-x86_64") -> Target:
+    """``120`` or ``sm_120a`` to a target that some op serves.
+
+    Raises:
+        Unsupported: no op has the SM; the message lists those that are there.
+    """
+    target = Target(_full_name(sm), _full_name(retarget) if retarget else None, host)
+    known = sorted({name for op in ops for name in op.targets()}, key=_sm_order)
+    if target.name not in known:
+        raise Unsupported(f"SM {target.name!r}: supported: {', '.join(known)}")
+    return target
+
+
+def all_targets(ops: Sequence[Op]) -> list[str]:
+    """The SMs that bundles are shipped for (no validation targets)."""
+    return sorted({sm for op in ops for cls in op.data["classes"].values() for sm in cls["sms"]}, key=_sm_order)
+
+
+def _full_name(sm: str) -> str:
+    text = sm.strip().lower().removeprefix("sm_").removeprefix("sm")
+    return f"sm_{text}a" if text.isdigit() else f"sm_{text}"
+
+
+def _sm_order(name: str) -> tuple[int, str]:
+    digits = "".join(ch for ch in name.removeprefix("sm_").split("-")[0] if ch.isdigit())
+    return int(digits or 0), name

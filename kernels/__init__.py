@@ -1,0 +1,1 @@
+"""One folder an op; the upstream and toolchain pins."""

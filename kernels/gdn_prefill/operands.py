@@ -1,0 +1,67 @@
+"""Tensor shapes of the GDN prefill call, for the loader's generic caller.
+
+Source of the field meanings: ``kernel.yaml`` (a test compares the names with it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kernseal.loader.operands import Operand, OpSpec
+
+_STRIDES = ("q_token_stride", "k_token_stride", "v_token_stride", "o_token_stride")
+_STATE_STRIDES = ("initial_state_stride", "final_state_stride")
+
+
+def _operands(config: Mapping[str, Any]) -> dict[str, Operand]:
+    pooled = config["pooled"]
+    rows = "pool_rows" if pooled else "num_seqs"
+    state = (rows, "o_heads", "head_dim", "head_dim")
+    seqs, ends = ("num_seqs",), ("num_seqs+1",)
+    return {
+        "q": Operand("dtype", ("total_tokens", "num_q_heads", "head_dim"), "q_token_stride"),
+        "k": Operand("dtype", ("total_tokens", "num_k_heads", "head_dim"), "k_token_stride"),
+        "v": Operand("dtype", ("total_tokens", "num_v_heads", "head_dim"), "v_token_stride"),
+        "o": Operand("dtype", ("total_tokens", "o_heads", "head_dim"), "o_token_stride"),
+        "alpha": Operand("f32", ("total_tokens", "o_heads")),
+        "beta": Operand("f32", ("total_tokens", "o_heads")),
+        "initial_state": Operand("state_dtype", state, "initial_state_stride" if pooled else None),
+        "final_state": Operand("state_dtype", state, "final_state_stride" if pooled else None),
+        "cu_seqlens": Operand("index_dtype", ends),
+        "state_indices": Operand("index_dtype", seqs),
+        "output_state_indices": Operand("index_dtype", seqs),
+        "checkpoints": Operand("state_dtype", ("total_checkpoints", "o_heads", "head_dim", "head_dim")),
+        "checkpoint_cu_starts": Operand("index_dtype", ends),
+        "workspace": Operand("bytes", ("workspace_bytes",)),
+    }
+
+
+def _derive(sizes: Mapping[str, Any]) -> dict[str, int | None]:
+    heads = sizes["num_q_heads"], sizes["num_v_heads"]
+    return {"o_heads": None if None in heads else max(heads)}
+
+
+SPEC = OpSpec(
+    operands=_operands,
+    config_enums={
+        "dtype": "kseal_dtype",
+        "state_dtype": "kseal_dtype",
+        "state_layout": "kseal_state_layout",
+        "index_dtype": "kseal_dtype",
+    },
+    derive=_derive,
+    config_defaults={
+        "device": -1,
+        "dtype": "bf16",
+        "state_dtype": "f32",
+        "state_layout": "hvk",
+        "index_dtype": "i64",
+        "initial_state": True,
+        "pooled": False,
+        "alpha": True,
+        "beta": True,
+        "checkpoints": False,
+    },
+    args_defaults=dict.fromkeys((*_STRIDES, *_STATE_STRIDES, "checkpoint_every", "pool_rows", "total_checkpoints"), 0),
+)

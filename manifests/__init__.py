@@ -1,0 +1,1 @@
+"""Committed pins and public keys."""

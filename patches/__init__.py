@@ -1,0 +1,1 @@
+"""Source patches and PTX rules, each with its reason."""
