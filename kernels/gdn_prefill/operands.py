@@ -10,8 +10,18 @@ from typing import Any
 
 from kernseal.loader.operands import Operand, OpSpec
 
-_STRIDES = ("q_token_stride", "k_token_stride", "v_token_stride", "o_token_stride")
-_STATE_STRIDES = ("initial_state_stride", "final_state_stride")
+# 0 says "dense" for a stride and "none" for a count.
+_ZERO_DEFAULTS = (
+    "q_token_stride",
+    "k_token_stride",
+    "v_token_stride",
+    "o_token_stride",
+    "initial_state_stride",
+    "final_state_stride",
+    "checkpoint_every",
+    "pool_rows",
+    "total_checkpoints",
+)
 
 
 def _operands(config: Mapping[str, Any]) -> dict[str, Operand]:
@@ -63,5 +73,5 @@ SPEC = OpSpec(
         "beta": True,
         "checkpoints": False,
     },
-    args_defaults=dict.fromkeys((*_STRIDES, *_STATE_STRIDES, "checkpoint_every", "pool_rows", "total_checkpoints"), 0),
+    args_defaults=dict.fromkeys(_ZERO_DEFAULTS, 0),
 )

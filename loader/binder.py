@@ -1,0 +1,159 @@
+"""Turns the Python arguments of a call into the C struct's fields, and checks the tensors among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any
+
+from .errors import InvalidArgument, KernsealError
+from .layout import Layout
+from .operands import Operand, OpSpec
+from .tensors import HOST, ITEM_BYTES, View, reader_of, row_stride, stream_handle
+
+_BYTES = "bytes"
+
+
+class Binder:
+    """The argument rules of one prepared op. Holds no state between calls."""
+
+    def __init__(self, layout: Layout, spec: OpSpec, config: Mapping[str, Any]) -> None:
+        operands = spec.operands(config)
+        defaults: dict[str, Any] = dict.fromkeys(layout.names)
+        defaults |= dict.fromkeys(layout.pointers, 0) | dict(spec.args_defaults)
+        self._defaults = defaults
+        self._operands = {name: _Expected(name, operand, config) for name, operand in operands.items()}
+        self._sources = _size_sources(operands, defaults)
+        self._successors = sorted({s for o in operands.values() for s in o.shape if s.endswith("+1")})
+        self._derive = spec.derive
+        self._device = config["device"]
+
+    def values(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return every field's value, None where neither an argument, a tensor nor a default gives it.
+
+        Raises:
+            InvalidArgument: a field is unknown, or a tensor is not what the op reads there.
+        """
+        values = {**self._defaults, **args}
+        if len(values) != len(self._defaults):
+            unknown = ", ".join(name for name in args if name not in self._defaults)
+            raise InvalidArgument(f"{unknown}: no such field; there are {', '.join(self._defaults)}")
+        stream = values["stream"] = stream_handle(values["stream"])
+        views: dict[str, View] = {}
+        for name in self._operands:
+            value = values[name]
+            if type(value) is not int:
+                if value is None:
+                    values[name] = 0
+                else:
+                    views[name] = view = reader_of(name, value)(value, stream)
+                    values[name] = view[0]
+        if views:
+            self._fill_sizes(args, values, views)
+            self._check(args, values, views)
+        return values
+
+    def _fill_sizes(self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]) -> None:
+        for field, operand, dimension, extra, rank in self._sources:
+            if field not in args:
+                view = views.get(operand)
+                if view is not None:
+                    shape = view[3]
+                    if rank is None:
+                        values[field] = _byte_count(operand, view)
+                    elif len(shape) == rank:
+                        values[field] = shape[dimension] - extra
+
+    def _check(self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]) -> None:
+        sizes = {**values, **self._derive(values)}
+        for symbol in self._successors:
+            count = values[symbol[:-2]]
+            sizes[symbol] = None if count is None else count + 1
+        device = self._device if self._device >= 0 else None
+        for name, view in views.items():
+            _, where, dtype, shape, strides = view
+            expected = self._operands[name]
+            if where != device:
+                if device is not None or where == HOST:
+                    raise _wrong_device(name, where, device)
+                device = where
+            if expected.dtype == _BYTES:
+                expected.check_bytes(view, values)
+                continue
+            if dtype != expected.dtype:
+                raise InvalidArgument(
+                    f"{name}: element type {dtype}; this op was prepared for {expected.dtype}"
+                )
+            if shape != expected.sizes(sizes):
+                expected.check_shape(shape, sizes)
+            if strides is not None:
+                expected.bind_stride(view, args, values)
+
+
+class _Expected:
+    """An operand under a given config."""
+
+    __slots__ = ("dtype", "name", "shape", "sizes", "stride")
+
+    def __init__(self, name: str, operand: Operand, config: Mapping[str, Any]) -> None:
+        self.name = name
+        self.dtype = config.get(operand.dtype, operand.dtype)
+        self.shape = operand.shape
+        self.stride = operand.row_stride
+        getter = itemgetter(*operand.shape)
+        self.sizes = getter if len(operand.shape) > 1 else lambda sizes: (getter(sizes),)
+
+    def check_shape(self, shape: tuple[int, ...], sizes: Mapping[str, Any]) -> None:
+        wanted = self.sizes(sizes)
+        fits = len(shape) == len(wanted) and all(
+            want is None or have == want for have, want in zip(shape, wanted, strict=True)
+        )
+        if not fits:
+            names = ", ".join(self.shape)
+            raise InvalidArgument(f"{self.name}: shape {tuple(shape)}; expected [{names}] = {wanted}")
+
+    def check_bytes(self, view: View, values: Mapping[str, Any]) -> None:
+        have, wanted = _byte_count(self.name, view), values[self.shape[0]]
+        if wanted is not None and have < wanted:
+            raise InvalidArgument(f"{self.name}: holds {have} bytes, {self.shape[0]} says {wanted}")
+
+    def bind_stride(self, view: View, args: Mapping[str, Any], values: dict[str, Any]) -> None:
+        stride = row_stride(self.name, view[3], view[4] or ())
+        if self.stride is None:
+            if stride:
+                raise InvalidArgument(f"{self.name}: strides {tuple(view[4] or ())}; must be dense")
+        elif self.stride not in args:
+            values[self.stride] = stride
+        elif args[self.stride] != stride:
+            raise InvalidArgument(
+                f"{self.stride}: {args[self.stride]}, but {self.name} has rows {stride} apart"
+            )
+
+
+def _size_sources(
+    operands: Mapping[str, Operand], fields: Mapping[str, Any]
+) -> list[tuple[str, str, int, int, int | None]]:
+    """For each size field the first operand that shows it: field, operand, dimension, excess, rank."""
+    found: dict[str, tuple[str, str, int, int, int | None]] = {}
+    for name, operand in operands.items():
+        rank = None if operand.dtype == _BYTES else len(operand.shape)
+        for dimension, symbol in enumerate(operand.shape):
+            field, _, extra = symbol.partition("+")
+            if field in fields:
+                found.setdefault(field, (field, name, dimension, int(extra or 0), rank))
+    return list(found.values())
+
+
+def _byte_count(name: str, view: View) -> int:
+    if view[4] is not None:
+        raise InvalidArgument(f"{name}: strides {tuple(view[4])}; must be dense")
+    count = ITEM_BYTES.get(view[2], 1)
+    for size in view[3]:
+        count *= size
+    return count
+
+
+def _wrong_device(name: str, device: int, wanted: int | None) -> KernsealError:
+    have = "the host" if device == HOST else f"cuda:{device}"
+    want = "a CUDA device" if wanted is None else f"cuda:{wanted}"
+    return InvalidArgument(f"{name}: is on {have}; expected {want}")

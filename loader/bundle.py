@@ -1,0 +1,195 @@
+"""Opens a sealed bundle: verify, load the library from the verified bytes, prepare ops."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from .errors import InvalidArgument
+from .library import LIBRARY_FILE, Library, load_library
+from .op import Op
+from .policy import Policy
+from .verify import verify_bundle
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel of a bundle.
+
+    Attributes:
+        op: the op it belongs to.
+        variant: its name, unique within the op.
+        class_name: upstream class it was built from.
+        axes: its config in words.
+        entry: name of the kernel in the image.
+        sm: SM the image runs on.
+        file: the image, relative to the bundle.
+        sha256: of the image.
+        size: of the image, in bytes.
+        registers: a thread.
+        spill_bytes: register spills of a thread.
+        static_smem: shared memory of a block, in bytes.
+        dynamic_smem: shared memory of a block asked for at launch, in bytes.
+        evidence: how it was checked before it shipped: ran, retargeted, glue or inspected.
+    """
+
+    op: str
+    variant: str
+    class_name: str
+    axes: Mapping[str, str]
+    entry: str
+    sm: str
+    file: str
+    sha256: str
+    size: int
+    registers: int
+    spill_bytes: int
+    static_smem: int
+    dynamic_smem: int
+    evidence: str
+
+
+class Bundle:
+    """An open bundle. Made by ``open_bundle``; a context manager; may be shared by threads.
+
+    Attributes:
+        path: the folder.
+        device: CUDA device ordinal that ``prepare`` uses unless told another; -1 is that of the current
+            context.
+    """
+
+    def __init__(self, library: Library, path: str, *, allow_validation: bool, device: int) -> None:
+        """Open; see ``open_bundle``."""
+        self.path = path
+        self.device = device
+        self._library = library
+        self._lock = threading.Lock()
+        self._ops: dict[tuple[str, tuple[tuple[str, Any], ...]], Op] = {}
+        self._handle: Any = _open(library, path, allow_validation)
+
+    def variants(self) -> list[Variant]:
+        """Return every kernel of the bundle, in a fixed order.
+
+        Raises:
+            InvalidArgument: the bundle is closed.
+        """
+        handle = self._open_handle()
+        count = self._library.c.kseal_variant_count(handle)
+        return [_variant(self._library, handle, index) for index in range(count)]
+
+    def prepare(self, op: str, **config: Any) -> Op:
+        """Return the op ready to run with ``config``: variant picked, verified and loaded on the device.
+
+        The same config gives the same op again at the cost of a look-up; ops live until the bundle closes.
+        ``config`` holds the fields of ``kseal_<op>_config``, enums in words (``dtype="bf16"``) and
+        switches as bools. What is left out takes the defaults of the op's ``operands.py``.
+
+        Raises:
+            InvalidArgument: a field is unknown, missing or not of its type, or the bundle is closed.
+            Unsupported: no variant of this bundle does it; the message lists what is there.
+            WrongSm: the device is not the one the bundle is for.
+            Capturing: a stream is being captured.
+            KernsealError: whatever else the C library says.
+        """
+        config.setdefault("device", self.device)
+        key = (op, tuple(sorted(config.items())))
+        found = self._ops.get(key)
+        if found is not None:
+            return found
+        with self._lock:
+            handle = self._open_handle()
+            found = self._ops.get(key)
+            if found is None:
+                found = self._ops[key] = Op(self._library, handle, op, config)
+            return found
+
+    def prepared(self, op: str, **config: Any) -> Op | None:
+        """Return the op that ``prepare`` gave for this config, or None."""
+        config.setdefault("device", self.device)
+        return self._ops.get((op, tuple(sorted(config.items()))))
+
+    def close(self) -> None:
+        """Unload what was prepared and close the folder. Closing again does nothing.
+
+        Every launch must have finished, and no graph that holds one may be launched again. A ``run`` in
+        progress on another thread still returns as it would have.
+        """
+        with self._lock:
+            for op in self._ops.values():
+                op.let_go()
+            self._ops.clear()
+            self._handle = None
+
+    def _open_handle(self) -> Any:
+        handle = self._handle
+        if handle is None:
+            raise InvalidArgument(f"bundle {self.path} is closed")
+        return handle
+
+    def __enter__(self) -> Bundle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_bundle(
+    path: str | os.PathLike[str],
+    *,
+    policy: Policy | None = None,
+    allow_validation: bool = False,
+    device: int | None = None,
+) -> Bundle:
+    """Verify the bundle in the folder ``path`` and open it.
+
+    Args:
+        path: a folder such as ``dist/sm_90a-linux-x86_64``.
+        policy: whom to trust; None is ``Policy.default()``, the pins and keys of the installed package.
+        allow_validation: also open bundles whose kernels were built for another SM than they are meant for.
+        device: CUDA device ordinal for ``prepare``; None is the device of the context that is current then.
+
+    Raises:
+        VerificationFailed: the bundle is not what the policy trusts; it carries every violation.
+        NoDriver: there is no CUDA driver.
+        AbiMismatch: the bundle's library has another ABI than this loader.
+        KernsealError: whatever else the C library says.
+    """
+    verified = verify_bundle(path, policy=policy or Policy.default(), keep=(LIBRARY_FILE,))
+    library = load_library(verified.read(LIBRARY_FILE))
+    ordinal = -1 if device is None else device
+    return Bundle(library, os.fspath(path), allow_validation=allow_validation, device=ordinal)
+
+
+def _open(library: Library, path: str, allow_validation: bool) -> Any:
+    ffi, c = library.ffi, library.c
+    folder = ffi.new("char[]", os.fsencode(path))
+    record = ffi.new("kseal_open_args *")
+    record.struct_size = ffi.sizeof("kseal_open_args")
+    record.abi_version = c.KSEAL_ABI_VERSION
+    record.flags = library.enum("kseal_open_flag")["validation"] if allow_validation else 0
+    record.bundle_path = folder
+    out = ffi.new("kseal_bundle **")
+    library.check(c.kseal_open(record, out))
+    return ffi.gc(out[0], c.kseal_close)
+
+
+def _variant(library: Library, handle: Any, index: int) -> Variant:
+    ffi = library.ffi
+    record = ffi.new("kseal_variant_info *")
+    record.struct_size = ffi.sizeof("kseal_variant_info")
+    library.check(library.c.kseal_variant_at(handle, index, record))
+    values: dict[str, Any] = {}
+    for name, member in ffi.typeof("kseal_variant_info").fields:
+        value = getattr(record, name)
+        values[name] = library.text(value) if member.type.kind == "pointer" else int(value)
+    del values["struct_size"]
+    names = {number: name for name, number in library.enum("kseal_evidence").items()}
+    values["evidence"] = names.get(values["evidence"], str(values["evidence"]))
+    values["axes"] = dict(pair.split("=", 1) for pair in values["axes"].split())
+    return Variant(**values)

@@ -1,0 +1,132 @@
+"""Calls one prepared op: Python arguments in, one C call out.
+
+Nothing here knows an op: fields and enums come from the C declarations, shapes from the op's ``operands``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from operator import itemgetter
+from types import ModuleType
+from typing import Any
+
+from .binder import Binder
+from .errors import InvalidArgument, KernsealError, Unsupported
+from .layout import Layout
+from .library import Library
+from .operands import OpSpec
+
+
+def load_spec(op: str) -> OpSpec:
+    """Return the calling conventions of ``op``.
+
+    Raises:
+        Unsupported: kernseal has no op of that name.
+    """
+    name = f"kernseal.kernels.{op}.operands"
+    try:
+        module: ModuleType = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise Unsupported(f"op {op!r}: kernseal has no such op") from error
+    spec: OpSpec = module.SPEC
+    return spec
+
+
+class Op:
+    """One prepared variant on one device. Made by ``Bundle.prepare``; may be shared by threads.
+
+    Attributes:
+        name: the op.
+        config: the config it was prepared with.
+    """
+
+    def __init__(self, library: Library, bundle: Any, name: str, config: Mapping[str, Any]) -> None:
+        """Prepare; see ``Bundle.prepare``."""
+        ffi, c = library.ffi, library.c
+        spec = load_spec(name)
+        if not hasattr(c, f"kseal_{name}_prepare"):
+            raise Unsupported(f"op {name!r}: this bundle's library does not have it")
+        self.name = name
+        self.config = _full_config(Layout(ffi, f"kseal_{name}_config"), spec, library, config)
+        self._library = library
+        self._handle: Any = _prepare(library, bundle, name, spec, self.config)
+        self._run = getattr(c, f"kseal_{name}_run")
+        self._workspace_size = getattr(c, f"kseal_{name}_workspace_size")
+        self._layout = layout = Layout(ffi, f"kseal_{name}_args")
+        self._fields = itemgetter(*layout.names)
+        self._binder = Binder(layout, spec, self.config)
+
+    def run(self, **args: Any) -> None:
+        """Launch on ``stream``. Allocates no device memory, takes no lock, does not synchronise; capturable.
+
+        A pointer field takes an address (trusted), a torch tensor or a DLPack object. Of the latter
+        device, element type, shape and strides are checked, and sizes and strides that are not passed
+        follow from them. ``stream`` is a CUstream address, a torch stream or an object with
+        ``__cuda_stream__``. The caller keeps the memory until the work is done.
+
+        Raises:
+            InvalidArgument: a field is unknown, missing, contradicts another, or its value is not allowed.
+            KernsealError: what the C library says; see ``kseal_<op>_run``.
+        """
+        handle = self._handle
+        if handle is None:
+            raise self._closed()
+        if "stream" not in args:
+            raise InvalidArgument("stream: missing; 0 is the legacy default stream")
+        values = self._binder.values(args)
+        status = self._run(handle, self._layout.pack(self._fields(values)))
+        if status:
+            raise self._library.error(status)
+
+    def workspace_size(self, **args: Any) -> int:
+        """Return the bytes of workspace that ``run`` needs with these sizes; takes what ``run`` takes.
+
+        Raises:
+            InvalidArgument: as ``run``; fields that are left out count as 0.
+            KernsealError: what the C library says.
+        """
+        handle = self._handle
+        if handle is None:
+            raise self._closed()
+        values = self._binder.values(args)
+        record = self._layout.pack([0 if value is None else value for value in self._fields(values)])
+        size = self._library.ffi.new("uint64_t *")
+        self._library.check(self._workspace_size(handle, record, size))
+        return int(size[0])
+
+    def let_go(self) -> None:
+        """Drop the prepared variant, for ``Bundle.close``; later calls raise InvalidArgument."""
+        # Whoever is inside run() on another thread holds the handle too; the last reference releases it.
+        self._handle = None
+
+    def _closed(self) -> KernsealError:
+        return InvalidArgument(f"op {self.name} belongs to a bundle that was closed")
+
+
+def _full_config(layout: Layout, spec: OpSpec, library: Library, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every config field with its value in words."""
+    for name in config:
+        if name not in layout.names:
+            raise InvalidArgument(f"{name}: no such axis; there are {', '.join(layout.names)}")
+    full = {name: spec.config_defaults.get(name) for name in layout.names} | dict(config)
+    for name, value in full.items():
+        if value is None:
+            raise InvalidArgument(f"{name}: missing")
+        if name in spec.config_enums:
+            known = library.enum(spec.config_enums[name])
+            if value not in known:
+                raise InvalidArgument(f"{name}: {value!r}; known: {', '.join(known)}")
+    return full
+
+
+def _prepare(library: Library, bundle: Any, name: str, spec: OpSpec, config: Mapping[str, Any]) -> Any:
+    ffi, c = library.ffi, library.c
+    enums = {field: library.enum(enum) for field, enum in spec.config_enums.items()}
+    layout = Layout(ffi, f"kseal_{name}_config")
+    record = layout.pack([enums[f][config[f]] if f in enums else config[f] for f in layout.names])
+    out = ffi.new(f"kseal_{name} **")
+    library.check(getattr(c, f"kseal_{name}_prepare")(bundle, record, out))
+    return ffi.gc(out[0], getattr(c, f"kseal_{name}_release"))

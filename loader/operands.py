@@ -1,0 +1,42 @@
+"""What an op's folder tells the generic caller about the memory behind its pointers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The tensor a pointer field of args points to.
+
+    Attributes:
+        dtype: element type (``f32``), the config field that says it (``state_dtype``), or ``bytes`` for
+            scratch.
+        shape: per dimension the args field with its size, ``field+1``, or a size of ``OpSpec.derive``.
+        row_stride: args field for the distance between rows, or None where rows must be dense.
+    """
+
+    dtype: str
+    shape: tuple[str, ...]
+    row_stride: str | None = None
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """An op's calling conventions beyond its C structs.
+
+    Attributes:
+        operands: config to the operand of every pointer but the stream.
+        config_enums: config fields whose values are names of a C enum.
+        derive: args fields to the sizes that shapes name and args lack.
+        config_defaults: config fields a caller may leave out.
+        args_defaults: sizes and strides a caller may leave out.
+    """
+
+    operands: Callable[[Mapping[str, Any]], Mapping[str, Operand]]
+    config_enums: Mapping[str, str]
+    derive: Callable[[Mapping[str, Any]], Mapping[str, int | None]]
+    config_defaults: Mapping[str, Any] = field(default_factory=dict)
+    args_defaults: Mapping[str, Any] = field(default_factory=dict)

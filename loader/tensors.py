@@ -1,0 +1,181 @@
+"""What a call needs to know of a tensor: address, device, element type, shape, strides.
+
+torch tensors are read through their own methods (torch is never imported here), all others through DLPack.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .errors import InvalidArgument, Unsupported
+
+HOST = -1
+"""Device of memory that no CUDA device owns."""
+
+ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1}
+
+
+View = tuple[int, int, str, tuple[int, ...], "tuple[int, ...] | None"]
+"""One tensor, described: address, CUDA device (or HOST), element type, shape, and strides in elements
+(None for a dense row-major tensor). A plain tuple, since a call makes a dozen of them."""
+
+Reader = Callable[[Any, int], View]
+"""Reads an object; the second argument is the stream that will use it."""
+
+_readers: dict[type, Reader] = {}
+
+
+def reader_of(name: str, value: object) -> Reader:
+    """Return what reads objects of ``value``'s type.
+
+    Raises:
+        InvalidArgument: ``value`` is neither a torch tensor nor a DLPack object.
+    """
+    kind = type(value)
+    reader = _readers.get(kind)
+    if reader is None:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            reader = _torch_reader(torch)
+        elif hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
+            reader = _read_dlpack
+        else:
+            raise InvalidArgument(
+                f"{name}: expected a tensor, a DLPack object or an address (int), got {kind.__name__}"
+            )
+        _readers[kind] = reader
+    return reader
+
+
+def _torch_reader(torch: Any) -> Reader:
+    names = {
+        torch.bfloat16: "bf16",
+        torch.float16: "f16",
+        torch.float32: "f32",
+        torch.int32: "i32",
+        torch.int64: "i64",
+        torch.uint8: "u8",
+    }
+
+    def read(tensor: Any, stream: int) -> View:
+        dtype = tensor.dtype
+        return (
+            tensor.data_ptr(),
+            tensor.get_device() if tensor.is_cuda else HOST,
+            names.get(dtype) or str(dtype),
+            tensor.shape,
+            None if tensor.is_contiguous() else tensor.stride(),
+        )
+
+    return read
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_DLPACK_DTYPES = {
+    (4, 16): "bf16",
+    (2, 16): "f16",
+    (2, 32): "f32",
+    (0, 32): "i32",
+    (0, 64): "i64",
+    (1, 8): "u8",
+}
+_DLPACK_CUDA = frozenset({2, 13})  # kDLCUDA, kDLCUDAManaged
+_DLPACK_LEGACY_STREAM = 1  # the protocol's name for the legacy default stream; 0 would be ambiguous
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+def _read_dlpack(value: Any, stream: int) -> View:
+    kind, _ = value.__dlpack_device__()
+    if int(kind) in _DLPACK_CUDA:
+        capsule = value.__dlpack__(stream=stream or _DLPACK_LEGACY_STREAM)
+    else:
+        capsule = value.__dlpack__()
+    # The capsule is not consumed: when it goes, its producer takes the description back. The memory is the
+    # caller's.
+    address = _capsule_pointer(capsule, b"dltensor")
+    if address is None:
+        raise Unsupported("a DLPack capsule without a tensor")
+    tensor = _DLTensor.from_address(address)
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
+    dtype = _DLPACK_DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    return (
+        (tensor.data or 0) + tensor.byte_offset,
+        tensor.device_id if tensor.device_type in _DLPACK_CUDA else HOST,
+        dtype or f"DLPack type code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes",
+        shape,
+        None if strides == dense_strides(shape) else strides,
+    )
+
+
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a row-major tensor without gaps."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def row_stride(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return the distance between rows (dimension 0) in elements, or 0 for a dense tensor.
+
+    Raises:
+        InvalidArgument: the rows themselves are not dense and row-major, or overlap.
+    """
+    if 0 in shape:
+        return 0
+    dense = dense_strides(shape)
+    for size, have, want in zip(shape[1:], strides[1:], dense[1:], strict=True):
+        if size != 1 and have != want:
+            raise InvalidArgument(
+                f"{name}: strides {tuple(strides)} of shape {tuple(shape)}; must be dense from dimension 1 on"
+            )
+    if shape[0] == 1 or strides[0] == dense[0]:
+        return 0
+    if strides[0] < dense[0]:
+        raise InvalidArgument(f"{name}: rows overlap: stride {strides[0]}, rows of {dense[0]} elements")
+    return int(strides[0])
+
+
+def stream_handle(stream: object) -> int:
+    """Return the CUstream behind an int, a torch stream or an object with ``__cuda_stream__``.
+
+    Raises:
+        InvalidArgument: it is none of these.
+    """
+    if type(stream) is int:
+        return stream
+    handle = getattr(stream, "cuda_stream", None)
+    if isinstance(handle, int):
+        return handle
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        version, handle = protocol()
+        if version == 0:
+            return int(handle)
+    raise InvalidArgument(
+        "stream: expected a CUstream (int; 0 is the legacy default stream), a torch stream or an object with "
+        f"__cuda_stream__ version 0, got {type(stream).__name__}"
+    )
