@@ -6,8 +6,6 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-import cffi
-
 from .errors import InvalidArgument, KernsealError
 
 _CODES = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "uint64_t": "Q", "float": "f", "double": "d"}
@@ -22,7 +20,7 @@ class Layout:
         pointers: those that are pointers.
     """
 
-    def __init__(self, ffi: cffi.FFI, name: str) -> None:
+    def __init__(self, ffi: Any, name: str) -> None:
         kind = ffi.typeof(name)
         self._ffi = ffi
         self._pointer = ffi.typeof(f"{name} *")

@@ -17,8 +17,8 @@ LIBRARY_FILE = "libkernseal.so"
 
 
 @functools.cache
-def declarations() -> cffi.FFI:
-    """Return the C declarations this loader was built against."""
+def declarations() -> Any:
+    """Return the C declarations this loader was built against, as a cffi.FFI."""
     file = importlib.resources.files("kernseal.abi") / "generated" / "kernseal_cdef.h"
     ffi = cffi.FFI()
     ffi.cdef(file.read_text("ascii"))

@@ -1,0 +1,297 @@
+"""``chunk_gated_delta_rule`` for torch, with the arguments of
+``flashinfer.gdn_prefill.chunk_gated_delta_rule``.
+
+Say once which bundle serves a device, then call::
+
+    use_bundle(open_bundle("dist/sm_90a-linux-x86_64"))
+    out, state = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=s, output_final_state=True,
+    cu_seqlens=ends)
+
+Every call that upstream serves and this does not raises an error of ``kernseal.loader.errors``.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from kernseal.loader.bundle import Bundle
+from kernseal.loader.errors import Capturing, InvalidArgument, NotPrepared, Unsupported
+from kernseal.loader.op import Op
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_STATE_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_INDEX_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
+
+_bundles: dict[int, Bundle] = {}
+_lock = threading.Lock()
+
+
+def use_bundle(bundle: Bundle, device: int | None = None) -> None:
+    """Let ``bundle`` serve a CUDA device, from now on.
+
+    Args:
+        bundle: an open bundle; the caller closes it.
+        device: the ordinal; None is torch's current device.
+    """
+    ordinal = torch.cuda.current_device() if device is None else device
+    with _lock:
+        _bundles[ordinal] = bundle
+
+
+def prepare(device: int | None = None, **axes: Any) -> Op:
+    """Prepare a variant ahead of the first call, for instance before a graph is captured.
+
+    Args:
+        device: the ordinal; None is torch's current device.
+        axes: as for ``Bundle.prepare``.
+
+    Raises:
+        NotPrepared: no bundle serves the device.
+        KernsealError: see ``Bundle.prepare``.
+    """
+    ordinal = torch.cuda.current_device() if device is None else device
+    return _op(ordinal, axes)
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    output: torch.Tensor | None = None,
+    output_state: torch.Tensor | None = None,
+    state_checkpoints: torch.Tensor | None = None,
+    checkpoint_cu_starts: torch.Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
+    use_cp: str | bool = "auto",
+    state_indices: torch.Tensor | None = None,
+    _cp_chunk_len: int | None = None,
+    backend: str = "auto",
+    max_seqlen: int | None = None,
+    *,
+    gate_domain: str = "linear",
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    beta_is_logit: bool = False,
+    cu_seqlens_cpu: object = None,
+    output_state_indices: torch.Tensor | None = None,
+    checkpoint_state_indices: torch.Tensor | None = None,
+    prefix_lens: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Gated delta rule over packed sequences, on torch's current stream.
+
+    The gate ``g`` is the LINEAR decay exp(log gate). A variant is prepared at its first use on a device.
+
+    Args:
+        q: [T, Hq, 128], bfloat16 or float16; a token slice of a wider tensor will do.
+        k: [T, Hk, 128], likewise.
+        v: [T, Hv, 128], likewise. H below is max(Hq, Hv).
+        g: [T, H] float32 in (0, 1]; None is no decay.
+        beta: [T, H] float32; None is 1.
+        scale: multiplies the output; None or 0 is 1/sqrt(128).
+        initial_state: [N or rows, H, V, K], float32 or bfloat16, contiguous (HVK) or the transposed view of a
+            contiguous [.., K, V] tensor (HKV); None is zeros. With ``state_indices`` a pool of rows.
+        output_final_state: also return the final state.
+        cu_seqlens: [N + 1] int32 or int64; required.
+        output: [T, H, 128] to write to; None allocates.
+        output_state: where final states go, laid out like ``initial_state``; None allocates when packed.
+            Pooled
+            calls that want the final state must pass it.
+        state_checkpoints: [count, H, V, K] to write to, of the state's type.
+        checkpoint_cu_starts: [N + 1] running counts of seq_len // checkpoint_every_n_tokens.
+        checkpoint_every_n_tokens: 0, or a multiple of 64.
+        state_indices: [N] rows to read (negative: the zero state) and, without ``output_state_indices``,
+            to write.
+        output_state_indices: [N] rows to write (negative: nowhere).
+        max_seqlen, cu_seqlens_cpu: hints of upstream, not needed here.
+
+    Returns:
+        The output, or (output, final state) with ``output_final_state``.
+
+    Raises:
+        Unsupported: an argument asks for what these kernels do not do, or the bundle lacks the variant.
+        InvalidArgument: a tensor's device, type, shape or strides do not fit.
+        Capturing: under graph capture before the variant was prepared.
+        NotPrepared: no bundle serves the device; see ``use_bundle``.
+    """
+    _refuse(
+        use_qk_l2norm_in_kernel=(use_qk_l2norm_in_kernel, "normalise q and k first"),
+        use_cp=(use_cp is True or _cp_chunk_len is not None, "there is no context-parallel variant"),
+        backend=(backend not in ("auto", "flashinfer"), "supported: auto, flashinfer"),
+        gate_domain=(gate_domain != "linear", "pass exp(g)"),
+        use_gate_in_kernel=(use_gate_in_kernel or A_log is not None or dt_bias is not None, "pass exp(g)"),
+        beta_is_logit=(beta_is_logit, "pass sigmoid(beta)"),
+        checkpoint_state_indices=(checkpoint_state_indices is not None, "checkpoints are stored in order"),
+        prefix_lens=(prefix_lens is not None, "checkpoints count from the first token of the call"),
+    )
+    if cu_seqlens is None:
+        raise InvalidArgument("cu_seqlens: missing")
+    if output_state_indices is not None and state_indices is None:
+        raise InvalidArgument("output_state_indices: needs state_indices")
+    if state_indices is not None and output_final_state and output_state is None:
+        raise InvalidArgument("output_state: must be the pool to write to when state_indices is given")
+    heads = max(q.shape[1], v.shape[1])
+    num_seqs = cu_seqlens.shape[0] - 1
+    with torch.cuda.device(q.device):
+        if state_indices is None or (initial_state is None and output_state is None):
+            states = _packed(initial_state, output_state, (num_seqs, heads, q.shape[2], q.shape[2]), q.device)
+        else:
+            ends = state_indices, output_state_indices
+            states = _pooled(initial_state, output_state, *ends, cu_seqlens.dtype)
+        op = _op(
+            q.get_device(),
+            {
+                "dtype": _name(_DTYPES, "q", q.dtype),
+                "state_dtype": _name(_STATE_DTYPES, "state", states.final.dtype),
+                "state_layout": "hkv" if states.transposed else "hvk",
+                "index_dtype": _name(_INDEX_DTYPES, "cu_seqlens", cu_seqlens.dtype),
+                "initial_state": states.initial is not None,
+                "pooled": states.read_rows is not None,
+                "alpha": g is not None,
+                "beta": beta is not None,
+                "checkpoints": checkpoint_every_n_tokens > 0,
+            },
+        )
+        if output is None:
+            output = torch.empty((q.shape[0], heads, q.shape[2]), dtype=q.dtype, device=q.device)
+        op.run(
+            q=q,
+            k=k,
+            v=v,
+            o=output,
+            alpha=g,
+            beta=beta,
+            initial_state=states.initial,
+            final_state=states.final,
+            cu_seqlens=cu_seqlens,
+            state_indices=states.read_rows,
+            output_state_indices=states.write_rows,
+            checkpoints=state_checkpoints,
+            checkpoint_cu_starts=checkpoint_cu_starts,
+            checkpoint_every=checkpoint_every_n_tokens,
+            scale=scale or 1.0 / math.sqrt(q.shape[2]),
+            workspace=_workspace(op, q, k, v, cu_seqlens),
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+    return (output, states.logical_final) if output_final_state else output
+
+
+def _refuse(**asked: tuple[bool, str]) -> None:
+    for name, (given, instead) in asked.items():
+        if given:
+            raise Unsupported(f"{name}: not supported; {instead}")
+
+
+def _name(names: Mapping[torch.dtype, str], field: str, dtype: torch.dtype) -> str:
+    found = names.get(dtype)
+    if found is None:
+        raise Unsupported(f"{field}: {dtype}; supported: {', '.join(str(d) for d in names)}")
+    return found
+
+
+class _States(NamedTuple):
+    """The states of a call in memory order: what HKV callers pass is transposed back to what is
+    contiguous."""
+
+    initial: torch.Tensor | None
+    final: torch.Tensor
+    transposed: bool
+    read_rows: torch.Tensor | None = None
+    write_rows: torch.Tensor | None = None
+
+    @property
+    def logical_final(self) -> torch.Tensor:
+        """The final state as [.., V, K]."""
+        return self.final.transpose(-1, -2) if self.transposed else self.final
+
+
+def _packed(
+    initial: torch.Tensor | None, final: torch.Tensor | None, shape: tuple[int, ...], device: torch.device
+) -> _States:
+    transposed = _same_order(initial, final)
+    if final is None:  # the kernel always writes it
+        final = torch.empty(shape, dtype=torch.float32 if initial is None else initial.dtype, device=device)
+    elif transposed:
+        final = final.transpose(-1, -2)
+    if initial is not None and transposed:
+        initial = initial.transpose(-1, -2)
+    return _States(initial, final, transposed)
+
+
+def _pooled(
+    initial: torch.Tensor | None,
+    final: torch.Tensor | None,
+    read_rows: torch.Tensor,
+    write_rows: torch.Tensor | None,
+    index_dtype: torch.dtype,
+) -> _States:
+    transposed = _same_order(initial, final)
+    read = read_rows.to(index_dtype)
+    write = None if write_rows is None else write_rows.to(index_dtype)
+    # The pool that is missing is replaced by the one that is there, at rows that are not read or not written.
+    if initial is None:
+        read, write = torch.full_like(read, -1), read if write is None else write
+    elif final is None:
+        write = torch.full_like(read, -1)
+    pools = [pool for pool in (initial, final) if pool is not None]
+    source, target = pools[0], pools[-1]
+    if transposed:
+        source, target = source.transpose(-1, -2), target.transpose(-1, -2)
+    return _States(source, target, transposed, read, write)
+
+
+def _same_order(initial: torch.Tensor | None, final: torch.Tensor | None) -> bool:
+    """Whether the states that are given are the transposed views of [.., K, V] memory."""
+    orders = {
+        _transposed(n, t) for n, t in (("initial_state", initial), ("output_state", final)) if t is not None
+    }
+    if len(orders) > 1:
+        raise Unsupported("output_state: its memory order must be that of initial_state")
+    return orders == {True}
+
+
+def _transposed(name: str, state: torch.Tensor) -> bool:
+    if state.ndim != 4:
+        raise InvalidArgument(f"{name}: shape {tuple(state.shape)}; expected [N or rows, H, V, K]")
+    if state.stride(-1) == 1:
+        return False
+    if state.stride(-2) == 1:
+        return True
+    raise Unsupported(f"{name}: strides {state.stride()}; V or K must be contiguous")
+
+
+def _workspace(
+    op: Op, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    size = op.workspace_size(
+        num_q_heads=q.shape[1],
+        num_k_heads=k.shape[1],
+        num_v_heads=v.shape[1],
+        head_dim=q.shape[2],
+        total_tokens=q.shape[0],
+        num_seqs=cu_seqlens.shape[0] - 1,
+    )
+    return torch.empty(size, dtype=torch.uint8, device=q.device)
+
+
+def _op(device: int, axes: Mapping[str, Any]) -> Op:
+    bundle = _bundles.get(device)
+    if bundle is None:
+        raise NotPrepared(f"no bundle serves cuda:{device}; call use_bundle first")
+    op = bundle.prepared("gdn_prefill", device=device, **axes)
+    if op is not None:
+        return op
+    if torch.cuda.is_current_stream_capturing():
+        raise Capturing("gdn_prefill: prepare this variant before the capture begins; see prepare")
+    return bundle.prepare("gdn_prefill", device=device, **axes)
