@@ -1,0 +1,35 @@
+#include "error.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+static _Thread_local char message[KSEAL_MESSAGE_SIZE];
+
+kseal_status kseal_fail(kseal_status status, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    int length = vsnprintf(message, sizeof message, format, args);
+    va_end(args);
+    if (length >= (int)sizeof message)
+        memcpy(message + sizeof message - 4, "...", 4);
+    return status;
+}
+
+KSEAL_API const char *kseal_last_error(void) { return message; }
+
+kseal_status kseal_read_struct(void *to, size_t to_size, size_t min_size, const void *from, const char *name) {
+    uint32_t from_size;
+    if (from == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "%s is null", name);
+    memcpy(&from_size, from, sizeof from_size);
+    if (from_size < min_size)
+        return kseal_fail(KSEAL_ABI_MISMATCH, "%s.struct_size is %u; at least %zu is needed", name, from_size, min_size);
+    for (size_t i = to_size; i < from_size; i++)
+        if (((const unsigned char *)from)[i] != 0)
+            return kseal_fail(KSEAL_ABI_MISMATCH, "%s.struct_size is %u; this library knows %zu bytes and byte %zu is set",
+                              name, from_size, to_size, i);
+    memset(to, 0, to_size);
+    memcpy(to, from, from_size < to_size ? from_size : to_size);
+    return KSEAL_OK;
+}

@@ -1,0 +1,186 @@
+#include "op.h"
+
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bundle.h"
+#include "cute.h"
+
+/* Text that grows to a fixed size and is cut there; half the message, which says more around it. */
+struct text {
+    char bytes[KSEAL_MESSAGE_SIZE / 2];
+    size_t length;
+};
+
+static void append(struct text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+static void append(struct text *text, const char *format, ...) {
+    va_list args;
+    size_t room = sizeof text->bytes - text->length;
+    va_start(args, format);
+    int length = vsnprintf(text->bytes + text->length, room, format, args);
+    va_end(args);
+    text->length += length < (int)room ? (size_t)length : room - 1;
+}
+
+static const char *value_name(const struct kseal_axis *axis, uint32_t value) {
+    for (uint32_t i = 0; i < axis->count; i++)
+        if (axis->values[i] == value)
+            return axis->names[i];
+    return NULL;
+}
+
+static kseal_status check_axes(const struct kseal_op *op, const uint32_t *axes) {
+    for (uint32_t a = 0; a < op->axis_count; a++) {
+        const struct kseal_axis *axis = &op->axes[a];
+        struct text allowed = {.length = 0};
+        if (value_name(axis, axes[a]) != NULL)
+            continue;
+        for (uint32_t i = 0; i < axis->count; i++)
+            append(&allowed, "%s%s (%u)", i == 0 ? "" : " or ", axis->names[i], axis->values[i]);
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "%s: config.%s is %u; it must be %s", op->name, axis->name, axes[a],
+                          allowed.bytes);
+    }
+    return KSEAL_OK;
+}
+
+static const struct kseal_variant *find_variant(const struct kseal_op *op, const uint32_t *axes) {
+    for (const struct kseal_variant *v = kseal_variants; v->op != NULL; v++)
+        if (strcmp(v->op, op->name) == 0 && memcmp(v->axes, axes, op->axis_count * sizeof *axes) == 0)
+            return v;
+    return NULL;
+}
+
+static bool has_class(const struct kseal_op *op, const char *class_name) {
+    for (const struct kseal_variant *v = kseal_variants; v->op != NULL; v++)
+        if (strcmp(v->op, op->name) == 0 && strcmp(v->class_name, class_name) == 0)
+            return true;
+    return false;
+}
+
+/* Why no build has these axes, or null where it is just not in this one. */
+static const char *excluded_because(const struct kseal_op *op, const uint32_t *axes) {
+    for (uint32_t e = 0; e < op->exclude_count; e++) {
+        const struct kseal_exclude *exclude = &op->excludes[e];
+        bool applies = exclude->class_name == NULL || has_class(op, exclude->class_name);
+        for (uint32_t i = 0; i < exclude->count; i++)
+            applies = applies && axes[exclude->when[i].axis] == exclude->when[i].value;
+        if (applies)
+            return exclude->why;
+    }
+    return NULL;
+}
+
+static kseal_status fail_unsupported(const struct kseal_op *op, const uint32_t *axes) {
+    struct text asked = {.length = 0}, there = {.length = 0};
+    const char *why = excluded_because(op, axes);
+    for (uint32_t a = 0; a < op->axis_count; a++)
+        append(&asked, " %s=%s", op->axes[a].name, value_name(&op->axes[a], axes[a]));
+    for (const struct kseal_variant *v = kseal_variants; v->op != NULL; v++)
+        if (strcmp(v->op, op->name) == 0)
+            append(&there, "%s%s", there.length == 0 ? "" : ", ", v->name);
+    return kseal_fail(KSEAL_UNSUPPORTED, "%s: no variant for%s%s%s; this bundle (%s) has: %s", op->name, asked.bytes,
+                      why != NULL ? "; " : "", why != NULL ? why : "", kseal_library_sm,
+                      there.length == 0 ? "none" : there.bytes);
+}
+
+static kseal_status attribute(int *value, int which, int device) {
+    CUresult code = kseal_driver.cuDeviceGetAttribute(value, which, device);
+    return code == 0 ? KSEAL_OK : kseal_driver_fail("cuDeviceGetAttribute", code);
+}
+
+static kseal_status resolve_device(const struct kseal_op *op, int32_t asked, int *device) {
+    int count;
+    CUresult code;
+    if (asked == -1) {
+        code = kseal_driver.cuCtxGetDevice(device);
+        return code == 0 ? KSEAL_OK : kseal_driver_fail("config.device is -1: cuCtxGetDevice", code);
+    }
+    code = kseal_driver.cuDeviceGetCount(&count);
+    if (code != 0)
+        return kseal_driver_fail("cuDeviceGetCount", code);
+    if (asked < -1 || asked >= count)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "%s: config.device is %d; there are %d devices, and -1 is the current one",
+                          op->name, asked, count);
+    *device = asked;
+    return KSEAL_OK;
+}
+
+static kseal_status check_device(const struct kseal_op *op, int device, uint32_t *sm_count) {
+    int major, minor, count;
+    kseal_status status = attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+    if (status == KSEAL_OK)
+        status = attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
+    if (status == KSEAL_OK)
+        status = attribute(&count, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
+    if (status != KSEAL_OK)
+        return status;
+    if ((uint32_t)major != kseal_library_cc[0] || (uint32_t)minor != kseal_library_cc[1])
+        return kseal_fail(KSEAL_WRONG_SM, "%s: device %d is sm_%d%d; this bundle is for %s", op->name, device, major, minor,
+                          kseal_library_sm);
+    if (device >= KSEAL_MAX_DEVICES)
+        return kseal_fail(KSEAL_UNSUPPORTED, "%s: device is %d; at most %d is supported", op->name, device,
+                          KSEAL_MAX_DEVICES - 1);
+    *sm_count = (uint32_t)count;
+    return KSEAL_OK;
+}
+
+static kseal_status prepare(const kseal_bundle *bundle, const struct kseal_op *op, int32_t device, const uint32_t *axes,
+                            struct kseal_handle *handle) {
+    kseal_status status = check_axes(op, axes);
+    if (status != KSEAL_OK)
+        return status;
+    handle->variant = find_variant(op, axes);
+    if (handle->variant == NULL)
+        return fail_unsupported(op, axes);
+    status = resolve_device(op, device, &handle->device);
+    if (status == KSEAL_OK)
+        status = check_device(op, handle->device, &handle->sm_count);
+    if (status == KSEAL_OK)
+        status = kseal_driver_refuse_capture(op->name);
+    if (status == KSEAL_OK)
+        status = kseal_variant_acquire(handle->variant, bundle->dirfd, handle->device);
+    return status;
+}
+
+kseal_status kseal_op_prepare(kseal_bundle *bundle, const struct kseal_op *op, int32_t device, const uint32_t *axes,
+                              struct kseal_handle **handle) {
+    if (bundle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "%s: bundle is null", op->name);
+    struct kseal_handle *prepared = malloc(sizeof *prepared);
+    if (prepared == NULL)
+        return kseal_fail(KSEAL_OUT_OF_MEMORY, "%s: no memory for a handle", op->name);
+    kseal_status status = prepare(bundle, op, device, axes, prepared);
+    if (status != KSEAL_OK) {
+        free(prepared);
+        return status;
+    }
+    *handle = prepared;
+    return KSEAL_OK;
+}
+
+kseal_status kseal_op_release(struct kseal_handle *handle) {
+    if (handle == NULL)
+        return KSEAL_OK;
+    kseal_status status = kseal_variant_release(handle->variant);
+    free(handle);
+    return status;
+}
+
+kseal_status kseal_handle_check_device(const struct kseal_handle *handle) {
+    CUdevice device;
+    CUresult code = kseal_driver.cuCtxGetDevice(&device);
+    if (code != 0)
+        return kseal_driver_fail("cuCtxGetDevice", code);
+    if (device != handle->device)
+        return kseal_fail(KSEAL_NOT_PREPARED, "%s: device %d is current; this handle was prepared for device %d",
+                          handle->variant->op, device, handle->device);
+    return KSEAL_OK;
+}
+
+kseal_status kseal_handle_launch(const struct kseal_handle *handle, void **args, int32_t count) {
+    return kseal_cute_call(handle->variant, args, count);
+}

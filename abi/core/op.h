@@ -1,0 +1,57 @@
+/* What an op's tables and launch code see of the core, and what the core does for every op. */
+#ifndef KSEAL_CORE_OP_H
+#define KSEAL_CORE_OP_H
+
+#include "variant.h"
+
+/* One axis of an op's config and the values it can have. */
+struct kseal_axis {
+    const char *name;
+    const uint32_t *values;
+    const char *const *names;
+    uint32_t count;
+};
+
+struct kseal_axis_value {
+    uint32_t axis;
+    uint32_t value;
+};
+
+/* A combination that no variant has, of one class or (class_name null) of any, and why. */
+struct kseal_exclude {
+    const char *class_name;
+    const struct kseal_axis_value *when;
+    uint32_t count;
+    const char *why;
+};
+
+struct kseal_op {
+    const char *name;
+    const struct kseal_axis *axes;
+    uint32_t axis_count;
+    const struct kseal_exclude *excludes;
+    uint32_t exclude_count;
+};
+
+/* A prepared variant on one device. Does not change until it is released, so any thread may read it. */
+struct kseal_handle {
+    const struct kseal_variant *variant;
+    int device;
+    uint32_t sm_count;
+};
+
+/* The generated kseal_<op>_prepare and _release. */
+kseal_status kseal_op_prepare(kseal_bundle *bundle, const struct kseal_op *op, int32_t device, const uint32_t *axes,
+                              struct kseal_handle **handle);
+kseal_status kseal_op_release(struct kseal_handle *handle);
+
+/* For launch code: fails with KSEAL_NOT_PREPARED unless the handle's device is current. */
+kseal_status kseal_handle_check_device(const struct kseal_handle *handle);
+
+/*
+ * For launch code: calls the variant's CuTe host function, which launches. `args` holds pointers to `count` arguments and
+ * has room for one more, where the function returns its result.
+ */
+kseal_status kseal_handle_launch(const struct kseal_handle *handle, void **args, int32_t count);
+
+#endif

@@ -1,0 +1,159 @@
+"""The C sources of one libkernseal.so: the core, the launch code of every op, and the tables of the variants it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernseal.abi.model import ABI_DIR, KERNELS_DIR, Abi, axis_key, load
+from kernseal.abi.render import template
+
+_SYMBOL = re.compile(r"[A-Za-z0-9_.$]+")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class VariantRecord:
+    """One built variant, as the library needs to know it.
+
+    Attributes:
+        class_name: key of ``classes`` in the op's ``kernel.yaml``.
+        axes: value of every axis of the op.
+        entry: name of the kernel in the image.
+        file: the image's path in the bundle.
+        size, sha256: of the image.
+        evidence: a name of ``kseal_evidence`` in ``types.yaml``.
+        host_prefix, host_function: the CuTe host object's symbols are ``_mlir_<prefix>_cuda_init``,
+            ``_mlir_<prefix>_cuda_load_to_device`` and ``_mlir_<prefix>__mlir_ciface_<function>``.
+    """
+
+    op: str
+    variant: str
+    class_name: str
+    axes: dict[str, str | bool]
+    entry: str
+    file: str
+    size: int
+    sha256: str
+    registers: int
+    spill_bytes: int
+    static_smem: int
+    dynamic_smem: int
+    evidence: str
+    host_prefix: str
+    host_function: str
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A record with its names resolved to what the C table holds."""
+
+    record: VariantRecord
+    axes: tuple[int, ...]
+    axes_text: str
+    class_index: int
+    evidence: int
+
+
+def compute_capability(sm: str) -> tuple[int, int]:
+    """``sm_90a`` to (9, 0). Raises ValueError for anything that is not an SM name."""
+    match = re.fullmatch(r"sm_(\d{1,2})(\d)[af]?", sm)
+    if match is None:
+        raise ValueError(f"sm: {sm!r} is not an SM such as sm_90a")
+    return int(match[1]), int(match[2])
+
+
+def core_sources() -> list[Path]:
+    """Every C file but kseal_variants.c, in a fixed order."""
+    launch = sorted(path.parent / "launch.c" for path in KERNELS_DIR.glob("*/kernel.yaml"))
+    return [*sorted((ABI_DIR / "core").glob("*.c")), ABI_DIR / "generated" / "kernseal_ops.c", *launch]
+
+
+def include_dirs() -> list[Path]:
+    """Folders for ``-I``."""
+    return [ABI_DIR / "core", ABI_DIR / "generated"]
+
+
+def version_script() -> Path:
+    """Linker version script: exports kseal_* functions of the header and nothing else."""
+    return ABI_DIR / "core" / "kernseal.map"
+
+
+def header() -> Path:
+    """The public header, which a bundle carries as kernseal.h."""
+    return ABI_DIR / "generated" / "kernseal.h"
+
+
+def cdef() -> str:
+    """The declarations for cffi."""
+    return (ABI_DIR / "generated" / "kernseal_cdef.h").read_text()
+
+
+def abi_version() -> int:
+    return load().version
+
+
+def library_sources(sm: str, retarget: str | None, variants: Sequence[VariantRecord], out: Path) -> list[Path]:
+    """Writes ``kseal_variants.c`` into ``out`` and returns every C file to compile, in a fixed order.
+
+    Args:
+        sm: the target, such as ``sm_120a``.
+        retarget: the SM that the target's classes were built for instead, for validation; None for a normal library.
+        variants: in any order; the table is sorted by op and variant.
+
+    Raises:
+        ValueError: a record that does not fit ``kernel.yaml`` or cannot be written into C.
+    """
+    rows = _rows(load(), variants)
+    runs_on = retarget or sm
+    text = template("kseal_variants.c.j2").render(
+        sm=sm, retarget=retarget, runs_on=runs_on, cc=compute_capability(runs_on), variants=rows
+    )
+    compute_capability(sm)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "kseal_variants.c").write_text(text)
+    return [*core_sources(), out / "kseal_variants.c"]
+
+
+def _rows(abi: Abi, variants: Sequence[VariantRecord]) -> list[_Row]:
+    ordered = sorted(variants, key=lambda v: (v.op, v.variant))
+    _refuse_duplicates("variant", [f"{v.op}/{v.variant}" for v in ordered])
+    _refuse_duplicates("host_prefix", [v.host_prefix for v in ordered])
+    rows = []
+    for record in ordered:
+        try:
+            rows.append(_row(abi, record))
+        except KeyError as e:
+            raise ValueError(f"{record.op}/{record.variant}: {e.args[0]}") from None
+    _refuse_duplicates("config", [f"{row.record.op} {row.axes_text}" for row in rows])
+    return rows
+
+
+def _row(abi: Abi, record: VariantRecord) -> _Row:
+    for name, value in _strings(record):
+        if not value.isascii() or not value.isprintable() or '"' in value or "\\" in value:
+            raise ValueError(f"{record.op}/{record.variant}: {name} {value!r} cannot be written into C")
+    for name in ("host_prefix", "host_function"):
+        if not _SYMBOL.fullmatch(getattr(record, name)):
+            raise ValueError(f"{record.op}/{record.variant}: {name} {getattr(record, name)!r} is not a symbol")
+    if not _SHA256.fullmatch(record.sha256):
+        raise ValueError(f"{record.op}/{record.variant}: sha256 {record.sha256!r} is not 64 lowercase hex digits")
+    op = abi.op(record.op)
+    classes = [c.name for c in op.classes]
+    if record.class_name not in classes:
+        raise KeyError(f"class_name {record.class_name!r} is not one of {', '.join(classes)}")
+    evidence = next(e for e in abi.enums if e.name == "kseal_evidence").constant(record.evidence).value
+    text = " ".join(f"{axis.name}={axis_key(record.axes[axis.name])}" for axis in op.axes if axis.name in record.axes)
+    return _Row(record, op.axis_values(record.axes), text, classes.index(record.class_name), evidence)
+
+
+def _strings(record: VariantRecord) -> Iterator[tuple[str, str]]:
+    return ((name, value) for name, value in vars(record).items() if isinstance(value, str))
+
+
+def _refuse_duplicates(what: str, names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{what} given twice: {', '.join(twice)}")

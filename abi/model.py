@@ -1,0 +1,325 @@
+"""The C interface as values: read from ``types.yaml``, ``status.yaml`` and ``kernels/<op>/kernel.yaml``, laid out as C does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ABI_DIR = Path(__file__).resolve().parent
+KERNELS_DIR = ABI_DIR.parent / "kernels"
+
+
+@dataclass(frozen=True)
+class CType:
+    """How one type is spelled in C and Rust, and its size (also its alignment) on a 64-bit target."""
+
+    c: str
+    rust: str
+    size: int
+
+    def declare(self, name: str) -> str:
+        return f"{self.c}{name}" if self.c.endswith("*") else f"{self.c} {name}"
+
+
+SCALARS: Mapping[str, CType] = {
+    "i32": CType("int32_t", "i32", 4),
+    "u32": CType("uint32_t", "u32", 4),
+    "i64": CType("int64_t", "i64", 8),
+    "u64": CType("uint64_t", "u64", 8),
+    "f32": CType("float", "f32", 4),
+    "status": CType("kseal_status", "kseal_status", 4),
+    "str": CType("const char *", "*const c_char", 8),
+    "ptr_in": CType("const void *", "*const c_void", 8),
+    "ptr_out": CType("void *", "*mut c_void", 8),
+    "stream": CType("void *", "*mut c_void", 8),
+    "void": CType("void", "()", 0),
+}
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One named number of an enum."""
+
+    name: str
+    c_name: str
+    value: int
+    doc: str
+
+
+@dataclass(frozen=True)
+class Enum:
+    name: str
+    doc: str
+    constants: tuple[Constant, ...]
+
+    def constant(self, name: str) -> Constant:
+        """The constant called ``name``. Raises KeyError where the enum has none."""
+        for constant in self.constants:
+            if constant.name == name:
+                return constant
+        raise KeyError(f"{self.name} has no value {name!r}")
+
+
+@dataclass(frozen=True)
+class Field:
+    name: str
+    type: CType
+    offset: int
+    doc: str
+    unit: str | None
+    since: str | None
+
+
+@dataclass(frozen=True)
+class Struct:
+    """A public struct. ``min_size`` is what the first release with this struct had: the least a caller may pass."""
+
+    name: str
+    doc: str
+    access: str
+    fields: tuple[Field, ...]
+    size: int
+    min_size: int
+
+
+@dataclass(frozen=True)
+class Param:
+    name: str
+    type: CType
+
+
+@dataclass(frozen=True)
+class Function:
+    name: str
+    returns: CType
+    params: tuple[Param, ...]
+    doc: str
+    threads: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A config field that selects a variant: its allowed values in C, by name."""
+
+    name: str
+    enum: str | None
+    values: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Exclude:
+    class_name: str | None
+    when: tuple[tuple[int, int], ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class OpClass:
+    """An upstream class: its builder (which fixes its argument list), and its numbers for the launch code (nested keys joined by ``_``)."""
+
+    name: str
+    builder: str
+    numbers: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    summary: str
+    semantics: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    config: Struct
+    args: Struct
+    config_fields: tuple[tuple[str, str | None], ...]
+    classes: tuple[OpClass, ...]
+    excludes: tuple[Exclude, ...]
+    limits: Mapping[str, int]
+    functions: tuple[Function, ...]
+
+    @property
+    def class_keys(self) -> tuple[str, ...]:
+        return tuple(sorted({key for c in self.classes for key in c.numbers}))
+
+    @property
+    def builders(self) -> tuple[str, ...]:
+        return tuple(sorted({c.builder for c in self.classes}))
+
+    def axis_values(self, axes: Mapping[str, str | bool]) -> tuple[int, ...]:
+        """A variant's axes as C values, in the order of ``kernel.yaml``. Raises KeyError for an axis or value not there."""
+        if set(axes) != {axis.name for axis in self.axes}:
+            raise KeyError(f"{self.name}: axes {sorted(axes)}, expected {sorted(a.name for a in self.axes)}")
+        return tuple(axis.values[axis_key(axes[axis.name])] for axis in self.axes)
+
+
+@dataclass(frozen=True)
+class Abi:
+    major: int
+    minor: int
+    statuses: Enum
+    enums: tuple[Enum, ...]
+    structs: tuple[Struct, ...]
+    functions: tuple[Function, ...]
+    ops: tuple[Op, ...]
+
+    @property
+    def version(self) -> int:
+        return self.major << 16 | self.minor
+
+    @property
+    def all_enums(self) -> tuple[Enum, ...]:
+        return (self.statuses, *self.enums)
+
+    @property
+    def all_structs(self) -> tuple[Struct, ...]:
+        return (*self.structs, *(s for op in self.ops for s in (op.config, op.args)))
+
+    @property
+    def all_functions(self) -> tuple[Function, ...]:
+        return (*self.functions, *(f for op in self.ops for f in op.functions))
+
+    @property
+    def handles(self) -> tuple[str, ...]:
+        return ("kseal_bundle", *(f"kseal_{op.name}" for op in self.ops))
+
+    def op(self, name: str) -> Op:
+        """The op called ``name``. Raises KeyError where there is none."""
+        for op in self.ops:
+            if op.name == name:
+                return op
+        raise KeyError(f"no op {name!r}")
+
+
+def axis_key(value: str | bool) -> str:
+    """The name of an axis value: booleans are ``0`` and ``1``."""
+    return str(int(value)) if isinstance(value, bool) else value
+
+
+def load(abi_dir: Path = ABI_DIR, kernels_dir: Path = KERNELS_DIR) -> Abi:
+    """Reads the whole interface. Raises KeyError or ValueError where the YAML does not fit together."""
+    types = yaml.safe_load((abi_dir / "types.yaml").read_text())
+    statuses = yaml.safe_load((abi_dir / "status.yaml").read_text())["statuses"]
+    enums = tuple(
+        _enum(name, spec["doc"], spec["values"], spec.get("prefix")) for name, spec in types["enums"].items()
+    )
+    by_name = {enum.name: enum for enum in enums}
+    ops = tuple(
+        _op(yaml.safe_load(path.read_text()), types["op_functions"], by_name)
+        for path in sorted(kernels_dir.glob("*/kernel.yaml"))
+    )
+    return Abi(
+        major=types["abi"]["major"],
+        minor=types["abi"]["minor"],
+        statuses=_enum("kseal_status", "How a call ended.", statuses, prefix="KSEAL"),
+        enums=enums,
+        structs=tuple(
+            _struct(name, spec["doc"], spec["access"], spec["fields"]) for name, spec in types["structs"].items()
+        ),
+        functions=tuple(_function(spec, {}) for spec in types["functions"]),
+        ops=ops,
+    )
+
+
+def _enum(name: str, doc: str, values: Iterable[Mapping[str, Any]], prefix: str | None = None) -> Enum:
+    stem = prefix or name.upper()
+    constants = tuple(
+        Constant(v["name"], f"{stem}_{v['name'].upper()}", v["value"], v.get("doc", "")) for v in values
+    )
+    if len({c.value for c in constants}) != len(constants) or len({c.name for c in constants}) != len(constants):
+        raise ValueError(f"{name}: a name or number is used twice")
+    return Enum(name, doc, constants)
+
+
+def _struct(name: str, doc: str, access: str, fields: Iterable[Mapping[str, Any]]) -> Struct:
+    size_doc = "sizeof of this struct as the caller was compiled."
+    offset, align, min_size = 0, 1, 0
+    laid_out: list[Field] = []
+    for spec in ({"name": "struct_size", "type": "u32", "doc": size_doc}, *fields):
+        ctype = SCALARS[spec["type"]]
+        offset += -offset % ctype.size
+        align = max(align, ctype.size)
+        laid_out.append(Field(spec["name"], ctype, offset, spec["doc"], spec.get("unit"), spec.get("since")))
+        offset += ctype.size
+        if "since" not in spec:
+            min_size = offset
+    return Struct(name, doc, access, tuple(laid_out), offset + -offset % align, min_size + -min_size % align)
+
+
+def _param_type(text: str, names: Mapping[str, str]) -> CType:
+    kind, _, target = text.format(**names).partition(" ")
+    if not target:
+        return SCALARS[kind]
+    base = SCALARS.get(target, CType(target, target, 0))
+    return {
+        "in": CType(f"const {base.c} *", f"*const {base.rust}", 8),
+        "out": CType(f"{base.c} *", f"*mut {base.rust}", 8),
+        "handle": CType(f"{base.c} *", f"*mut {base.rust}", 8),
+        "new": CType(f"{base.c} **", f"*mut *mut {base.rust}", 8),
+    }[kind]
+
+
+def _function(spec: Mapping[str, Any], names: Mapping[str, str]) -> Function:
+    return Function(
+        name=spec["name"].format(**names),
+        returns=SCALARS[spec["returns"]],
+        params=tuple(Param(p["name"], _param_type(p["type"], names)) for p in spec["params"]),
+        doc=" ".join(spec["doc"].split()),
+        threads=spec["threads"],
+    )
+
+
+def _axis(name: str, spec: Mapping[str, Any], enums: Mapping[str, Enum]) -> Axis:
+    if spec["type"] == "bool":
+        return Axis(name, None, {"0": 0, "1": 1})
+    enum = enums[spec["type"]]
+    return Axis(name, enum.name, {value: enum.constant(value).value for value in spec["values"]})
+
+
+def _axis_doc(axis: Axis, doc: str) -> str:
+    if axis.enum is None:
+        return doc
+    return f"{doc} {axis.enum}: {', '.join(axis.values)}."
+
+
+def _flatten(spec: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
+    numbers: dict[str, int] = {}
+    for key, value in spec.items():
+        if isinstance(value, Mapping):
+            numbers |= _flatten(value, f"{prefix}{key}_")
+        elif isinstance(value, int):
+            numbers[prefix + key] = int(value)
+    return numbers
+
+
+def _exclude(spec: Mapping[str, Any], axes: tuple[Axis, ...]) -> Exclude:
+    index = {axis.name: i for i, axis in enumerate(axes)}
+    when = tuple((index[name], axes[index[name]].values[axis_key(value)]) for name, value in spec["when"].items())
+    return Exclude(spec.get("class"), when, spec["why"])
+
+
+def _op(spec: Mapping[str, Any], functions: Iterable[Mapping[str, Any]], enums: Mapping[str, Enum]) -> Op:
+    name = spec["op"]
+    axes = tuple(_axis(axis, value, enums) for axis, value in spec["axes"].items())
+    by_name = {axis.name: axis for axis in axes}
+    config = [
+        {"name": f["name"], "type": "u32", "doc": _axis_doc(by_name[f["axis"]], spec["axes"][f["axis"]]["doc"])}
+        if "axis" in f
+        else f
+        for f in spec["abi"]["config"]
+    ]
+    return Op(
+        name=name,
+        summary=spec["summary"],
+        semantics=tuple(spec["semantics"]),
+        axes=axes,
+        config=_struct(f"kseal_{name}_config", f"What is fixed when {name} is prepared.", "in", config),
+        args=_struct(f"kseal_{name}_args", f"What one run of {name} gets.", "in", spec["abi"]["args"]),
+        config_fields=tuple((f["name"], f.get("axis")) for f in spec["abi"]["config"]),
+        classes=tuple(OpClass(c, v["builder"], _flatten(v)) for c, v in spec["classes"].items()),
+        excludes=tuple(_exclude(e, axes) for e in spec.get("excludes", ())),
+        limits=_flatten(spec["limits"]),
+        functions=tuple(_function(f, {"op": name}) for f in functions),
+    )
