@@ -1,7 +1,7 @@
-"""Writes every file that follows from the YAML: header, cffi and Rust declarations, op tables, ABI dump, reference page.
+"""Writes every file that follows from the YAML: header, declarations, op tables, ABI dump, reference page.
 
-    python -m kernseal.abi.generate            rewrite the files
-    python -m kernseal.abi.generate --check    fail, naming each file that is not what would be written
+python -m kernseal.abi.generate            rewrite the files
+python -m kernseal.abi.generate --check    fail, naming each file that is not what would be written
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ TEMPLATES = {
 def render_all(abi: Abi) -> dict[str, str]:
     """Path below the repository root, to text."""
     files = {
-        path: template(name).render(abi=abi, status=abi.statuses, note=NOTE) for path, name in TEMPLATES.items()
+        path: template(name).render(abi=abi, status=abi.statuses, note=NOTE)
+        for path, name in TEMPLATES.items()
     }
     files["abi/generated/abi.json"] = json.dumps(dump(abi), indent=1) + "\n"
     return files
@@ -52,9 +53,9 @@ def write(root: Path, abi: Abi) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernseal.abi.generate", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m kernseal.abi.generate")
     parser.add_argument("--check", action="store_true", help="compare instead of write")
-    parser.add_argument("--root", type=Path, default=ROOT, help="where the files are (default: this repository)")
+    parser.add_argument("--root", type=Path, default=ROOT, help="repository (default: this one)")
     options = parser.parse_args(argv)
     abi = load(options.root / "abi", options.root / "kernels")
     if not options.check:

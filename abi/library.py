@@ -1,9 +1,9 @@
-"""The C sources of one libkernseal.so: the core, the launch code of every op, and the tables of the variants it holds."""
+"""The C sources of one libkernseal.so: the core, the launch code of every op, and its table of variants."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,12 +95,14 @@ def abi_version() -> int:
     return load().version
 
 
-def library_sources(sm: str, retarget: str | None, variants: Sequence[VariantRecord], out: Path) -> list[Path]:
+def library_sources(
+    sm: str, retarget: str | None, variants: Sequence[VariantRecord], out: Path
+) -> list[Path]:
     """Writes ``kseal_variants.c`` into ``out`` and returns every C file to compile, in a fixed order.
 
     Args:
         sm: the target, such as ``sm_120a``.
-        retarget: the SM that the target's classes were built for instead, for validation; None for a normal library.
+        retarget: the SM that the target's classes were built for instead, for validation; else None.
         variants: in any order; the table is sorted by op and variant.
 
     Raises:
@@ -131,26 +133,30 @@ def _rows(abi: Abi, variants: Sequence[VariantRecord]) -> list[_Row]:
     return rows
 
 
-def _row(abi: Abi, record: VariantRecord) -> _Row:
-    for name, value in _strings(record):
+def _check_text(record: VariantRecord) -> None:
+    where = f"{record.op}/{record.variant}"
+    for name, value in vars(record).items():
+        if not isinstance(value, str):
+            continue
         if not value.isascii() or not value.isprintable() or '"' in value or "\\" in value:
-            raise ValueError(f"{record.op}/{record.variant}: {name} {value!r} cannot be written into C")
+            raise ValueError(f"{where}: {name} {value!r} cannot be written into C")
     for name in ("host_prefix", "host_function"):
         if not _SYMBOL.fullmatch(getattr(record, name)):
-            raise ValueError(f"{record.op}/{record.variant}: {name} {getattr(record, name)!r} is not a symbol")
+            raise ValueError(f"{where}: {name} {getattr(record, name)!r} is not a symbol")
     if not _SHA256.fullmatch(record.sha256):
-        raise ValueError(f"{record.op}/{record.variant}: sha256 {record.sha256!r} is not 64 lowercase hex digits")
+        raise ValueError(f"{where}: sha256 {record.sha256!r} is not 64 lowercase hex digits")
+
+
+def _row(abi: Abi, record: VariantRecord) -> _Row:
+    _check_text(record)
     op = abi.op(record.op)
     classes = [c.name for c in op.classes]
     if record.class_name not in classes:
         raise KeyError(f"class_name {record.class_name!r} is not one of {', '.join(classes)}")
     evidence = next(e for e in abi.enums if e.name == "kseal_evidence").constant(record.evidence).value
-    text = " ".join(f"{axis.name}={axis_key(record.axes[axis.name])}" for axis in op.axes if axis.name in record.axes)
-    return _Row(record, op.axis_values(record.axes), text, classes.index(record.class_name), evidence)
-
-
-def _strings(record: VariantRecord) -> Iterator[tuple[str, str]]:
-    return ((name, value) for name, value in vars(record).items() if isinstance(value, str))
+    axes = op.axis_values(record.axes)
+    text = " ".join(f"{axis.name}={axis_key(record.axes[axis.name])}" for axis in op.axes)
+    return _Row(record, axes, text, classes.index(record.class_name), evidence)
 
 
 def _refuse_duplicates(what: str, names: list[str]) -> None:

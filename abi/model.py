@@ -1,4 +1,4 @@
-"""The C interface as values: read from ``types.yaml``, ``status.yaml`` and ``kernels/<op>/kernel.yaml``, laid out as C does."""
+"""The C interface as values: read from the YAML of ``abi/`` and each ``kernel.yaml``, laid out as C does."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Struct:
-    """A public struct. ``min_size`` is what the first release with this struct had: the least a caller may pass."""
+    """A public struct. ``min_size`` is its size in its first release: the least a caller may pass."""
 
     name: str
     doc: str
@@ -119,7 +119,7 @@ class Exclude:
 
 @dataclass(frozen=True)
 class OpClass:
-    """An upstream class: its builder (which fixes its argument list), and its numbers for the launch code (nested keys joined by ``_``)."""
+    """An upstream class: its builder, which fixes its arguments, and its numbers by key_path."""
 
     name: str
     builder: str
@@ -149,7 +149,7 @@ class Op:
         return tuple(sorted({c.builder for c in self.classes}))
 
     def axis_values(self, axes: Mapping[str, str | bool]) -> tuple[int, ...]:
-        """A variant's axes as C values, in the order of ``kernel.yaml``. Raises KeyError for an axis or value not there."""
+        """A variant's axes as C values, as in ``kernel.yaml``. Raises KeyError for one not there."""
         if set(axes) != {axis.name for axis in self.axes}:
             raise KeyError(f"{self.name}: axes {sorted(axes)}, expected {sorted(a.name for a in self.axes)}")
         return tuple(axis.values[axis_key(axes[axis.name])] for axis in self.axes)
@@ -216,7 +216,8 @@ def load(abi_dir: Path = ABI_DIR, kernels_dir: Path = KERNELS_DIR) -> Abi:
         statuses=_enum("kseal_status", "How a call ended.", statuses, prefix="KSEAL"),
         enums=enums,
         structs=tuple(
-            _struct(name, spec["doc"], spec["access"], spec["fields"]) for name, spec in types["structs"].items()
+            _struct(name, spec["doc"], spec["access"], spec["fields"])
+            for name, spec in types["structs"].items()
         ),
         functions=tuple(_function(spec, {}) for spec in types["functions"]),
         ops=ops,
@@ -226,9 +227,10 @@ def load(abi_dir: Path = ABI_DIR, kernels_dir: Path = KERNELS_DIR) -> Abi:
 def _enum(name: str, doc: str, values: Iterable[Mapping[str, Any]], prefix: str | None = None) -> Enum:
     stem = prefix or name.upper()
     constants = tuple(
-        Constant(v["name"], f"{stem}_{v['name'].upper()}", v["value"], v.get("doc", "")) for v in values
+        Constant(v["name"], f"{stem}_{v['name'].upper()}", v["value"], v["doc"]) for v in values
     )
-    if len({c.value for c in constants}) != len(constants) or len({c.name for c in constants}) != len(constants):
+    numbers, names = {c.value for c in constants}, {c.name for c in constants}
+    if len(numbers) < len(constants) or len(names) < len(constants):
         raise ValueError(f"{name}: a name or number is used twice")
     return Enum(name, doc, constants)
 
@@ -296,7 +298,7 @@ def _flatten(spec: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
 
 def _exclude(spec: Mapping[str, Any], axes: tuple[Axis, ...]) -> Exclude:
     index = {axis.name: i for i, axis in enumerate(axes)}
-    when = tuple((index[name], axes[index[name]].values[axis_key(value)]) for name, value in spec["when"].items())
+    when = tuple((index[n], axes[index[n]].values[axis_key(value)]) for n, value in spec["when"].items())
     return Exclude(spec.get("class"), when, spec["why"])
 
 
@@ -305,7 +307,7 @@ def _op(spec: Mapping[str, Any], functions: Iterable[Mapping[str, Any]], enums: 
     axes = tuple(_axis(axis, value, enums) for axis, value in spec["axes"].items())
     by_name = {axis.name: axis for axis in axes}
     config = [
-        {"name": f["name"], "type": "u32", "doc": _axis_doc(by_name[f["axis"]], spec["axes"][f["axis"]]["doc"])}
+        {**f, "type": "u32", "doc": _axis_doc(by_name[f["axis"]], spec["axes"][f["axis"]]["doc"])}
         if "axis" in f
         else f
         for f in spec["abi"]["config"]

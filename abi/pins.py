@@ -22,7 +22,7 @@ def _checked(files: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def pins_header(sm: str, files: Mapping[str, str]) -> str:
-    """``kernseal_pins.h``: the SM, the ABI version, and the SHA-256 of libkernseal.so and of every other file.
+    """``kernseal_pins.h``: the SM, the ABI version, and the SHA-256 of libkernseal.so and every other file.
 
     Args:
         sm: the SM that the bundle runs on.
@@ -31,7 +31,7 @@ def pins_header(sm: str, files: Mapping[str, str]) -> str:
     Raises:
         ValueError: a digest that is none, or no libkernseal.so.
     """
-    rows = "".join(f"    {{{json.dumps(path)}, \"{digest}\"}}, \\\n" for path, digest in _checked(files))
+    rows = "".join(f'    {{{json.dumps(path)}, "{digest}"}}, \\\n' for path, digest in _checked(files))
     return f"""\
 /* Generated with the bundle: what its files must hash to. */
 #ifndef KERNSEAL_PINS_H
@@ -50,7 +50,7 @@ def pins_header(sm: str, files: Mapping[str, str]) -> str:
 
 def pins_rust(sm: str, files: Mapping[str, str]) -> str:
     """``kernseal_pins.rs``: the same as constants. Arguments and errors as for :func:`pins_header`."""
-    rows = "".join(f"    ({json.dumps(path)}, \"{digest}\"),\n" for path, digest in _checked(files))
+    rows = "".join(f'    ({json.dumps(path)}, "{digest}"),\n' for path, digest in _checked(files))
     return f"""\
 // Generated with the bundle: what its files must hash to.
 pub const SM: &str = {json.dumps(sm)};

@@ -7,7 +7,6 @@ import textwrap
 from typing import Any
 
 import jinja2
-
 from kernseal.abi.model import ABI_DIR, Abi, Field, Function, Struct
 
 WIDTH = 112
@@ -31,7 +30,7 @@ def comment(text: str, indent: int) -> str:
     lines = [
         line
         for paragraph in text.splitlines()
-        for line in textwrap.wrap(paragraph, WIDTH - indent - 3, break_long_words=False, break_on_hyphens=False)
+        for line in textwrap.wrap(paragraph, WIDTH - indent - 3, break_on_hyphens=False)
     ]
     return f"{pad}/* " + f"\n{pad} * ".join(lines) + " */"
 
@@ -69,7 +68,7 @@ def template(name: str) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # C, Rust and Markdown, never HTML
+        autoescape=False,  # noqa: S701 (C, Rust and Markdown, never HTML)
     )
     env.globals |= {
         "prototype": prototype,
@@ -92,7 +91,10 @@ def dump(abi: Abi) -> dict[str, Any]:
             s.name: {
                 "size": s.size,
                 "min_size": s.min_size,
-                "fields": {f.name: {"type": f.type.c.strip(), "offset": f.offset, "size": f.type.size} for f in s.fields},
+                "fields": {
+                    f.name: {"type": f.type.c.strip(), "offset": f.offset, "size": f.type.size}
+                    for f in s.fields
+                },
             }
             for s in abi.all_structs
         },
