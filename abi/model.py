@@ -202,9 +202,7 @@ def load(abi_dir: Path = ABI_DIR, kernels_dir: Path = KERNELS_DIR) -> Abi:
     """Reads the whole interface. Raises KeyError or ValueError where the YAML does not fit together."""
     types = yaml.safe_load((abi_dir / "types.yaml").read_text())
     statuses = yaml.safe_load((abi_dir / "status.yaml").read_text())["statuses"]
-    enums = tuple(
-        _enum(name, spec["doc"], spec["values"], spec.get("prefix")) for name, spec in types["enums"].items()
-    )
+    enums = tuple(_enum(name, spec["doc"], spec["values"]) for name, spec in types["enums"].items())
     by_name = {enum.name: enum for enum in enums}
     ops = tuple(
         _op(yaml.safe_load(path.read_text()), types["op_functions"], by_name)

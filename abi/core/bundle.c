@@ -14,14 +14,14 @@ static kseal_status check_args(const kseal_open_args *args) {
     if (args->abi_version >> 16 != major || args->abi_version > KSEAL_ABI_VERSION)
         return kseal_fail(KSEAL_ABI_MISMATCH, "abi_version is %u.%u; this library has %u.%u", args->abi_version >> 16,
                           args->abi_version & 0xffff, major, KSEAL_ABI_VERSION & 0xffff);
-    if ((args->flags & ~(uint32_t)KSEAL_OPEN_VALIDATION) != 0)
-        return kseal_fail(KSEAL_INVALID_ARGUMENT, "flags is 0x%x; only KSEAL_OPEN_VALIDATION (0x%x) is known", args->flags,
-                          (unsigned)KSEAL_OPEN_VALIDATION);
+    if ((args->flags & ~(uint32_t)KSEAL_OPEN_FLAG_VALIDATION) != 0)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "flags is 0x%x; only KSEAL_OPEN_FLAG_VALIDATION (0x%x) is known", args->flags,
+                          (unsigned)KSEAL_OPEN_FLAG_VALIDATION);
     if (args->bundle_path == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "bundle_path is null");
-    if (kseal_library_retargeted && !(args->flags & KSEAL_OPEN_VALIDATION))
+    if (kseal_library_retargeted && !(args->flags & KSEAL_OPEN_FLAG_VALIDATION))
         return kseal_fail(KSEAL_WRONG_SM,
-                          "these are kernels for %s rebuilt for %s, to validate them; open with KSEAL_OPEN_VALIDATION "
+                          "these are kernels for %s rebuilt for %s, to validate them; open with KSEAL_OPEN_FLAG_VALIDATION "
                           "if that is what you want",
                           kseal_library_target, kseal_library_sm);
     return KSEAL_OK;

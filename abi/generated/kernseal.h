@@ -88,7 +88,7 @@ enum {
 /* Bits of kseal_open_args.flags. */
 typedef uint32_t kseal_open_flag;
 enum {
-    KSEAL_OPEN_VALIDATION = 1  /* Accept a library whose kernels were rebuilt for another SM; such a library is for testing only. */
+    KSEAL_OPEN_FLAG_VALIDATION = 1  /* Accept a library whose kernels were rebuilt for another SM; such a library is for testing only. */
 };
 
 typedef struct kseal_bundle kseal_bundle;

@@ -99,7 +99,7 @@ pub const KSEAL_EVIDENCE_RAN: kseal_evidence = 4;
 /// Bits of kseal_open_args.flags.
 pub type kseal_open_flag = u32;
 /// Accept a library whose kernels were rebuilt for another SM; such a library is for testing only.
-pub const KSEAL_OPEN_VALIDATION: kseal_open_flag = 1;
+pub const KSEAL_OPEN_FLAG_VALIDATION: kseal_open_flag = 1;
 
 #[repr(C)]
 pub struct kseal_bundle {

@@ -44,7 +44,7 @@ typedef uint32_t kseal_evidence;
 #define KSEAL_EVIDENCE_RETARGETED 3
 #define KSEAL_EVIDENCE_RAN 4
 typedef uint32_t kseal_open_flag;
-#define KSEAL_OPEN_VALIDATION 1
+#define KSEAL_OPEN_FLAG_VALIDATION 1
 typedef struct kseal_bundle kseal_bundle;
 typedef struct kseal_gdn_prefill kseal_gdn_prefill;
 typedef struct kseal_open_args {
