@@ -1,7 +1,7 @@
 """Make .venv from the hash locks: `python3 .ci/environment.py [stamp ...]`.
 
-Standard library only, and no syntax that an old Python can't parse, so that it can say itself that it is too old.
-The stamps are written last, so an interrupted run leaves none and the next one starts over; one run at a time a folder.
+Standard library only, and no syntax that an old Python can't parse, so that it can say itself that it is too
+old. The stamps are written last: an interrupted run leaves none and the next one starts over. One at a time.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ NEEDED_GIB = 4
 
 
 def locked(name):
-    # No dependency is looked up and nothing is compiled: what the lock names, in a wheel, is all that gets in.
+    # No dependency is looked up and nothing is compiled: the lock's wheels are all that gets in.
     lock = os.path.join(LOCKS, name + ".lock.txt")
     return ["--no-deps", "--only-binary=:all:", "--require-hashes", "-r", lock]
 
@@ -39,8 +39,9 @@ STEPS = [
 def check_machine():
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         fail(
-            "kernseal needs Python 3.%d to 3.%d, but %s is %d.%d" % (OLDEST[1], NEWEST[1], sys.executable, *sys.version_info[:2]),
-            "name another: make PYTHON=python3.12",
+            "kernseal needs Python 3.%d to 3.%d, but %s is %d.%d"
+            % (OLDEST[1], NEWEST[1], sys.executable, sys.version_info[0], sys.version_info[1]),
+            "name another: make PYTHON=python3.12 ...",
         )
     free = shutil.disk_usage(".").free / 2**30
     if free < NEEDED_GIB:
@@ -53,8 +54,9 @@ def fail(what, hint):
 
 
 def pip(arguments, log):
-    # A user's PYTHONPATH or ~/.local must not answer for the locks; where to look for wheels is pip's own settings.
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET")}
+    # What the user's PYTHONPATH or ~/.local holds must not answer for the locks.
+    foreign = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")
+    environment = {k: v for k, v in os.environ.items() if k not in foreign}
     environment["PYTHONNOUSERSITE"] = "1"
     command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"] + arguments
     return subprocess.call(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
@@ -69,7 +71,7 @@ def make(log):
     started = time.time()
     if os.path.isdir(FOLDER):
         shutil.rmtree(FOLDER)
-    print("environment: making %s with Python %d.%d (log: %s)" % (FOLDER, *sys.version_info[:2], LOG), flush=True)
+    print("environment: making %s with %s (log: %s)" % (FOLDER, sys.executable, LOG), flush=True)
     venv.create(FOLDER, with_pip=True, symlinks=True)
     for number, (name, arguments) in enumerate(STEPS, 1):
         began = time.time()
