@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernseal.export.run import run
 from kernseal.loader.errors import BuildFailed
 
 FLAGS = ("-O3", "--verbose")
@@ -14,10 +14,16 @@ FLAGS = ("-O3", "--verbose")
 
 @dataclass(frozen=True)
 class Assembled:
-    """A cubin and what ptxas says of it: bytes of register spills (stores and loads together)."""
+    """A cubin and what ptxas says of it.
+
+    Attributes:
+        spill_bytes: register spills, stores and loads together.
+        static_smem: bytes of shared memory the program declares (the 1 KiB that the system reserves is not in it).
+    """
 
     cubin: bytes
     spill_bytes: int
+    static_smem: int
 
 
 def assemble(ptxas: Path, arch: str, ptx: bytes, work: Path) -> Assembled:
@@ -30,11 +36,12 @@ def assemble(ptxas: Path, arch: str, ptx: bytes, work: Path) -> Assembled:
     source.write_bytes(ptx)
     # Relative names in a private folder: ptxas writes what it was given into the cubin's notes.
     command = [str(ptxas), *FLAGS, "--gpu-name", arch, "--output-file", target.name, source.name]
-    done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+    done = run(command, work)
     if done.returncode:
         raise BuildFailed(f"ptxas for {arch}: {(done.stderr or done.stdout).strip()[-2000:]}")
     report = done.stderr + done.stdout
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     if not spills:
         raise BuildFailed(f"ptxas for {arch}: no spill report in its output: {report.strip()[-400:]}")
-    return Assembled(target.read_bytes(), sum(map(int, spills)))
+    smem = re.findall(r"(\d+) bytes smem", report)
+    return Assembled(target.read_bytes(), sum(map(int, spills)), sum(map(int, smem)))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kernseal.export.job import CuteAnswer, CuteJob
+from kernseal.export.toolchain import bind_dsl
 
 HOST_TARGETS = {
     "linux-x86_64": ("x86_64-unknown-linux-gnu", "x86-64"),
@@ -105,6 +106,7 @@ def host_object(compiled: Any, job: CuteJob, path: Path) -> None:
 
 def compile_variant(job: CuteJob) -> None:
     ctypes.CDLL(job.runtime, mode=ctypes.RTLD_GLOBAL)
+    bind_dsl()
     isolate(job)
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir

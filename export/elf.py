@@ -34,7 +34,6 @@ class Entry:
     Attributes:
         name: symbol.
         registers: per thread.
-        static_smem: bytes of shared memory fixed at compile time.
         frame: bytes of stack a thread.
         code_bytes: size of its machine code.
         params: in order of ordinal.
@@ -42,7 +41,6 @@ class Entry:
 
     name: str
     registers: int
-    static_smem: int
     frame: int
     code_bytes: int
     params: tuple[Param, ...]
@@ -118,11 +116,9 @@ def _entry(name: str, sections: dict[str, object], numbers: dict[int, int]) -> E
         if attribute == KPARAM_INFO:
             _, ordinal, offset, packed = struct.unpack("<IHHI", value)
             params.append(Param(ordinal, offset, packed >> 18))
-    shared = sections.get(f".nv.shared.{name}")
     return Entry(
         name=name,
         registers=numbers.get(REGCOUNT, 0),
-        static_smem=int(shared["sh_size"]) if shared is not None else 0,  # type: ignore[index]
         frame=numbers.get(FRAME_SIZE, 0),
         code_bytes=len(_bytes(sections[f".text.{name}"])),
         params=tuple(sorted(params, key=lambda p: p.ordinal)),
@@ -137,3 +133,17 @@ def _code_digest(sections: dict[str, object]) -> str:
             digest.update(f"{name}\0{len(data)}\0".encode())
             digest.update(data)
     return digest.hexdigest()
+
+
+def undefined_symbols(data: bytes) -> list[str]:
+    """Names that an object file imports.
+
+    Raises:
+        Malformed: not an ELF file.
+    """
+    try:
+        table = ELFFile(io.BytesIO(data)).get_section_by_name(".symtab")
+        symbols = [] if table is None else table.iter_symbols()
+        return sorted(s.name for s in symbols if s.name and s["st_shndx"] == "SHN_UNDEF")
+    except (ELFError, struct.error, ValueError) as error:
+        raise Malformed(f"object file: {type(error).__name__}: {error}") from error

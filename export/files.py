@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,14 +17,10 @@ def sha256_bytes(data: bytes) -> str:
 
 
 def sha256_file(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(handle)
-
-
-def _digest(handle) -> str:  # type: ignore[no-untyped-def]
     digest = hashlib.sha256()
-    while chunk := handle.read(1 << 20):
-        digest.update(chunk)
+    with path.open("rb") as handle:
+        while chunk := handle.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -48,13 +45,36 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
 def staged_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside ``target`` that becomes ``target`` when the block ends well, and goes when it does not."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    _remove_abandoned(target)
+    stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.{os.getpid()}.", suffix=".partial", dir=target.parent))
     os.chmod(stage, 0o755)
     try:
         yield stage
         replace_folder(stage, target)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what a killed build left beside ``target``; put back the old folder if the kill came between two renames."""
+    for path in target.parent.glob(f".{target.name}.*"):
+        match = re.fullmatch(rf"\.{re.escape(target.name)}\.(old-)?(\d+)(\..*\.partial)?", path.name)
+        if match is None or not path.is_dir() or _alive(int(match.group(2))):
+            continue
+        if match.group(1) and not target.exists():
+            with contextlib.suppress(OSError):
+                os.rename(path, target)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def replace_folder(stage: Path, target: Path) -> None:

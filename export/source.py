@@ -39,13 +39,12 @@ class Upstream:
     licence: str
     checkout_paths: Mapping[str, str]
     watched: tuple[str, ...]
-    licences: tuple[str, ...]
+    licences: Mapping[str, str]
 
 
 def upstream() -> Upstream:
     data = yaml.safe_load((paths.kernels() / "upstream.yaml").read_text())
     data["watched"] = tuple(data["watched"])
-    data["licences"] = tuple(data["licences"])
     return Upstream(**data)
 
 

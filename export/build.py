@@ -1,0 +1,321 @@
+"""The whole build of one target: plan, compile what the cache lacks, link, describe, sign, verify, put in place."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kernseal.abi import library
+from kernseal.abi.library import VariantRecord
+from kernseal.abi.pins import pins_header, pins_rust
+from kernseal.export import evidence, files, git, host, inputs, licences, manifest, patch, paths, ptx, run, signing, source, toolchain
+from kernseal.export import variant as variants
+from kernseal.export.inputs import VariantInputs
+from kernseal.export.progress import Reporter, Silent
+from kernseal.export.spec import Op, Target, Variant
+from kernseal.export.variant import Built, Tools
+from kernseal.loader.envelope import FILE as ENVELOPE
+from kernseal.loader.errors import InvalidArgument, KernsealError
+from kernseal.loader.policy import Policy
+from kernseal.loader.statement import FILE as MANIFEST
+from kernseal.loader.verify import VerifiedBundle, verify_bundle
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller of a build may choose.
+
+    Attributes:
+        profile: of ``kernel.yaml``.
+        only: variant ids or ``op/variant``; every variant of the profile when empty.
+        jobs: variants compiled at once (about 1 GB of memory each).
+        source: a wheel, unpacked wheel or checkout instead of the pinned wheel; must hash the same.
+        rules: folder of PTX rules.
+        use_cache: False compiles every variant again.
+        out: folder in which the bundle's folder is put.
+    """
+
+    profile: str = "default"
+    only: tuple[str, ...] = ()
+    jobs: int = 1
+    source: Path | None = None
+    rules: Path | None = None
+    use_cache: bool = True
+    out: Path = Path("dist")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One variant and everything that decides its bytes."""
+
+    op: Op
+    variant: Variant
+    inputs: VariantInputs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One target's build before anything is compiled."""
+
+    target: Target
+    planned: tuple[Planned, ...]
+    rules: tuple[ptx.PtxRule, ...]
+    patches: Mapping[str, tuple[patch.SourcePatch, ...]] = field(hash=False)
+    tools: tuple[toolchain.Tool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A bundle that is in place.
+
+    Attributes:
+        fresh: False when it was already there and nothing had changed.
+        statement: of its manifest.
+        trusted_by: what vouches for it here: the committed pins, the key it was signed with.
+    """
+
+    target: Target
+    path: Path
+    fresh: bool
+    statement: Mapping[str, Any]
+    trusted_by: tuple[str, ...]
+    signed_by: str
+
+
+def plan(ops: Sequence[Op], target: Target, options: Options) -> Plan:
+    """What a build of ``target`` consists of.
+
+    Raises:
+        InvalidArgument: ``only`` names a variant that the profile does not have.
+        ToolchainInvalid, RuleFailed: an input is not as pinned.
+    """
+    rules = tuple(ptx.load(options.rules or paths.patches() / "ptx"))
+    tools = tuple(toolchain.inspect_toolchain())
+    pins = {tool.name: tool.pin for tool in tools}
+    patches = {op.name: tuple(patch.load(paths.patches(), op.data["patches"])) for op in ops}
+    planned = []
+    for op in ops:
+        wanted = source.source_set(op.folder)
+        for variant in op.variants(target, options.profile):
+            made = inputs.of_variant(op, variant, target, wanted, patches[op.name], rules, pins)
+            planned.append(Planned(op, variant, made))
+    return Plan(target, tuple(_chosen(planned, options)), rules, patches, tools)
+
+
+def _chosen(planned: Sequence[Planned], options: Options) -> list[Planned]:
+    if not options.only:
+        return list(planned)
+    by_name = {name: item for item in planned for name in (item.variant.id, item.variant.key)}
+    unknown = [name for name in options.only if name not in by_name]
+    if unknown:
+        known = "\n  ".join(item.variant.key for item in planned)
+        raise InvalidArgument(f"variant {unknown[0]!r}: profile {options.profile!r} has\n  {known}")
+    return list({by_name[name].variant.key: by_name[name] for name in options.only}.values())
+
+
+def compile_all(made: Plan, options: Options, report: Reporter) -> dict[str, Built]:
+    """Every variant of the plan, from the cache or compiled now.
+
+    Raises:
+        SourceInvalid, RuleFailed, BuildFailed: naming the variant.
+    """
+    built: dict[str, Built] = {}
+    missing = []
+    for item in made.planned:
+        found = variants.cached(item.inputs.key) if options.use_cache else None
+        if found is None:
+            missing.append(item)
+        else:
+            built[item.variant.key] = found
+    if missing:
+        built.update(_compile(made, missing, options, report))
+    return built
+
+
+def _compile(made: Plan, missing: Sequence[Planned], options: Options, report: Reporter) -> dict[str, Built]:
+    tools = Tools(ptxas=toolchain.ptxas_path(), dsl_runtime=toolchain.dsl_runtime_path())
+    opened, _ = source.open_source(options.source, source.upstream(), report.note)
+    built: dict[str, Built] = {}
+    with tempfile.TemporaryDirectory(prefix="kernseal-source-") as name, ThreadPoolExecutor(options.jobs) as pool:
+        trees = {op.name: _lay_out(Path(name) / op.name, op, opened, made) for op in {p.op.name: p.op for p in missing}.values()}
+        waiting = {
+            pool.submit(variants.build, p.op, p.variant, made.target, p.inputs, trees[p.op.name], made.rules, tools): p for p in missing
+        }
+        try:
+            with report.steps(f"compile {made.target.name}", len(missing)) as step:
+                for future in as_completed(waiting):
+                    built[waiting[future].variant.key] = future.result()
+                    step(waiting[future].variant.key)
+        except BaseException:
+            run.stop_all()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return built
+
+
+def _lay_out(root: Path, op: Op, opened: source.Source, made: Plan) -> Path:
+    """The op's patched source set as a folder of its own."""
+    tree = patch.apply(source.read_set(opened, source.source_set(op.folder)), made.patches[op.name])
+    for name, data in tree.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return root
+
+
+def records(made: Plan, built: Mapping[str, Built]) -> list[VariantRecord]:
+    """The variants as the library's tables need them, in order of op and id."""
+    return [_record(made.target, item, built[item.variant.key]) for item in sorted(made.planned, key=lambda p: p.variant.key)]
+
+
+def _record(target: Target, item: Planned, built: Built) -> VariantRecord:
+    return VariantRecord(
+        op=item.op.name,
+        variant=item.variant.id,
+        class_name=item.variant.class_name,
+        axes=dict(item.variant.axes),
+        entry=built.entry,
+        file=f"cubin/{item.variant.key}.cubin",
+        size=(built.folder / "kernel.cubin").stat().st_size,
+        sha256=built.sha256["kernel.cubin"],
+        registers=built.registers,
+        spill_bytes=built.spill_bytes,
+        static_smem=built.static_smem,
+        dynamic_smem=built.dynamic_smem,
+        evidence=evidence.of(item.op, item.variant.class_name, target),
+        host_prefix=variants.host_prefix(item.variant),
+        host_function=built.host_function,
+    )
+
+
+def contents(made: Plan, built: Mapping[str, Built], options: Options) -> dict[str, bytes]:
+    """Every file of the bundle but the manifest and its envelope, by path.
+
+    Raises:
+        BuildFailed: the library does not link.
+    """
+    found: dict[str, bytes] = dict(licences.collect(options.source))
+    for item in made.planned:
+        mine = built[item.variant.key]
+        found[f"cubin/{item.variant.key}.cubin"] = mine.read("kernel.cubin")
+        found[f"ptx/{item.variant.key}.ptx"] = mine.read("kernel.ptx")
+        if mine.sha256["raw.ptx"] != mine.sha256["kernel.ptx"]:
+            found[f"ptx/{item.variant.key}.raw.ptx"] = mine.read("raw.ptx")
+    objects = {item.variant.key: built[item.variant.key].read("host.o") for item in made.planned}
+    with tempfile.TemporaryDirectory(prefix="kernseal-link-") as name:
+        found[host.NAME] = host.link(toolchain.zig_argv(), made.target, records(made, built), objects, Path(name))
+    found["kernseal.h"] = library.header().read_bytes()
+    hashes = {name: files.sha256_bytes(data) for name, data in found.items()}
+    found["kernseal_pins.h"] = pins_header(made.target.arch, hashes).encode()
+    found["kernseal_pins.rs"] = pins_rust(made.target.arch, hashes).encode()
+    return found
+
+
+def describe(made: Plan, built: Mapping[str, Built], hashes: Mapping[str, str], options: Options, revision: git.Revision) -> bytes:
+    """The bundle's statement."""
+    by_key = {item.variant.key: item for item in made.planned}
+    kernels = []
+    for record in records(made, built):
+        key = f"{record.op}/{record.variant}"
+        kernels.append(manifest.kernel_record(record, built[key].code_sha256, by_key[key].inputs.summary(), built[key].rules))
+    used = {item.op.name: item.op for item in made.planned}
+    semantics = {name: op.data["semantics"] for name, op in sorted(used.items())}
+    return manifest.statement(made.target, options.profile, hashes, kernels, semantics, _dependencies(made, used), revision)
+
+
+def _dependencies(made: Plan, used: Mapping[str, Op]) -> list[dict[str, Any]]:
+    """Source, source sets, patches, rules and tools as resource descriptors."""
+    pin = source.upstream()
+    found = [{"uri": pin.purl, "digest": {"sha256": pin.sha256}}]
+    names: dict[str, str] = {}
+    for op in used.values():
+        names |= {f"{pin.purl}#{name}": digest for name, digest in source.source_set(op.folder).items()}
+        names |= {f"kernseal:patches/{item.name}": item.sha256 for item in made.patches[op.name]}
+    names |= {f"kernseal:patches/ptx/{rule.name}": rule.sha256 for rule in made.rules}
+    found += [{"uri": uri, "digest": {"sha256": names[uri]}} for uri in sorted(names)]
+    found += [{"uri": tool.purl, "digest": {"sha256": tool.pin}} for tool in sorted(made.tools, key=lambda tool: tool.name)]
+    return found
+
+
+def build(ops: Sequence[Op], target: Target, options: Options, key: signing.SigningKey, report: Reporter | None = None) -> Result:
+    """Build one bundle, or find that it is there already.
+
+    Raises:
+        KernsealError: any of the build's; nothing is left half made.
+    """
+    report = report or Silent()
+    made = plan(ops, target, options)
+    if not made.planned:
+        raise InvalidArgument(f"SM {target.name}: no op has a variant for it in profile {options.profile!r}")
+    revision = git.revision(paths.kernels().parent)
+    bundle = options.out / target.folder
+    identity = _identity(made, options, revision, key)
+    if options.use_cache and (there := _unchanged(bundle, identity, key)):
+        return _result(target, bundle, False, there, key)
+    built = compile_all(made, options, report)
+    report.note(f"link {host.NAME}, {len(made.planned)} variants")
+    found = contents(made, built, options)
+    hashes = {name: files.sha256_bytes(data) for name, data in found.items()}
+    statement = describe(made, built, hashes, options, revision)
+    found |= {MANIFEST: statement, ENVELOPE: signing.sign(statement, key)}
+    report.note(f"sign and verify {target.folder}")
+    with files.staged_folder(bundle) as stage:
+        _write(stage, found)
+        verified = verify_bundle(stage, policy=_policy(key), sm=target.name)
+    files.write_atomic(_state(bundle), json.dumps({"identity": identity}).encode())
+    return _result(target, bundle, True, verified, key)
+
+
+def _write(stage: Path, found: Mapping[str, bytes]) -> None:
+    for name, data in found.items():
+        path = stage / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        path.chmod(0o755 if name == host.NAME else 0o644)
+    for folder in [stage, *(path for path in stage.rglob("*") if path.is_dir())]:
+        folder.chmod(0o755)
+
+
+def _policy(key: signing.SigningKey) -> Policy:
+    """Committed pins and keys, and the key that signs: this verification is of what was just made."""
+    return signing.trusting(Policy.default(), key)
+
+
+def _state(bundle: Path) -> Path:
+    return bundle.with_name(f".{bundle.name}.state.json")
+
+
+def _identity(made: Plan, options: Options, revision: git.Revision, key: signing.SigningKey) -> str:
+    """Digest of everything that decides the bundle's bytes."""
+    sources = {path.parent.name + "/" + path.name: files.sha256_file(path) for path in library.core_sources()}
+    headers = {path.name: files.sha256_file(path) for folder in library.include_dirs() for path in sorted(folder.glob("*.h"))}
+    known = {f"{p.variant.key}": evidence.of(p.op, p.variant.class_name, made.target) for p in made.planned}
+    own = {path.name: files.sha256_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
+    parts = [made.target.folder, options.profile, {p.variant.key: p.inputs.key for p in made.planned}, sources, headers, known, own]
+    return inputs.digest([*parts, revision.commit, revision.dirty, key.keyid])
+
+
+def _unchanged(bundle: Path, identity: str, key: signing.SigningKey) -> VerifiedBundle | None:
+    """The bundle in place, if it was made from the same inputs and still verifies."""
+    try:
+        if json.loads(_state(bundle).read_text())["identity"] != identity:
+            return None
+        return verify_bundle(bundle, policy=_policy(key))
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError, KernsealError):
+        return None
+
+
+def _result(target: Target, bundle: Path, fresh: bool, verified: VerifiedBundle, key: signing.SigningKey) -> Result:
+    return Result(target, bundle, fresh, verified.statement.document, verified.trusted_by, key.origin)
+
+
+def default_jobs() -> int:
+    """As many as there are processors for this process, and memory for at about 1.5 GB each."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), int(memory // 1_500_000_000)))

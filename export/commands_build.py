@@ -1,0 +1,167 @@
+"""``kernseal build``, ``list`` and ``inspect``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kernseal.export import output, progress, spec
+from kernseal.loader.errors import InvalidArgument, Malformed
+
+COLUMNS = ("op", "variant", "entry", "regs", "spills", "smem static+dyn", "bytes", "evidence")
+
+
+def kernel_rows(statement: Mapping[str, Any]) -> list[tuple[object, ...]]:
+    kernels = statement["predicate"]["buildDefinition"]["internalParameters"]["kernels"]
+    return [
+        (k["op"], k["variant"], short_entry(k["entry"]), k["registers"], k["spill_bytes"],
+         f"{k['static_smem']}+{k['dynamic_smem']}", output.size(k["bytes"]), k["evidence"])
+        for k in kernels
+    ]  # fmt: skip
+
+
+def short_entry(entry: str) -> str:
+    """CuTe names a kernel after every type of its signature; the ends tell it from others."""
+    return entry if len(entry) <= 44 else f"{entry[:28]}…{entry[-12:]}"
+
+
+@click.command()
+@output.sm_option
+@output.retarget_option
+@output.host_option
+@click.option("--profile", default="default", show_default=True, help="Which variants: a profile of kernel.yaml.")
+@click.option("--variant", "only", multiple=True, help="Only this variant (id or op/id); may be repeated.")
+@click.option("--jobs", type=click.IntRange(1, 256), help="Variants compiled at once; about 1.5 GB of memory each.")
+@click.option("--source", type=click.Path(path_type=Path), help="FlashInfer wheel or checkout instead of the pinned wheel.")
+@click.option("--key", type=click.Path(path_type=Path), help="Ed25519 private key (PEM). Default: KERNSEAL_SIGNING_KEY, else a developer key.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("dist"), show_default=True, help="Folder for bundles.")
+@click.option("--no-cache", is_flag=True, help="Compile every variant again.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+@output.as_json
+def build(
+    sm: str,
+    retarget: str | None,
+    host: str,
+    profile: str,
+    only: tuple[str, ...],
+    jobs: int | None,
+    source: Path | None,
+    key: Path | None,
+    out: Path,
+    no_cache: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Build, sign and verify the bundle of one or more SMs. No GPU is needed.
+
+    \b
+    Examples:
+      kernseal build --sm 120
+      kernseal build --sm 90,120 --jobs 4 --key release.pem
+      kernseal build --sm 120 --retarget 90     (runs the SM120 source on Hopper, for validation)
+    """
+    from kernseal.export import build as building
+    from kernseal.export import signing
+
+    wanted = output.targets(sm, retarget, host)
+    options = building.Options(profile, only, jobs or building.default_jobs(), source, None, not no_cache, out)
+    report = progress.reporter(quiet or as_json)
+    signer = signing.find_key(key)
+    if signer.created:
+        report.note(f"made a developer key for signing: {signer.origin}; nobody else trusts it")
+    ops = spec.load_ops()
+    results = [building.build(ops, target, options, signer, report) for target in wanted]
+    data = [
+        {
+            "target": r.target.name,
+            "bundle": str(r.path),
+            "built": r.fresh,
+            "signed_by": r.signed_by,
+            "trusted_by": list(r.trusted_by),
+            "kernels": r.statement["predicate"]["buildDefinition"]["internalParameters"]["kernels"],
+        }
+        for r in results
+    ]
+    output.show(data, as_json, lambda: [_print(r) for r in results] and None)
+
+
+def _print(result: Any) -> None:
+    if not result.fresh:
+        click.echo(f"{result.target.name}: nothing changed; {output.folder(result.path)} is verified ({', '.join(result.trusted_by)})")
+        return
+    output.table(f"{result.target.name}: {len(kernel_rows(result.statement))} variants", COLUMNS, kernel_rows(result.statement), COLUMNS[3:7])
+    click.echo(f"signed with {result.signed_by}; vouched for by {', '.join(result.trusted_by)}")
+    click.echo(output.folder(result.path))
+
+
+@click.command(name="list")
+@output.sm_option
+@output.retarget_option
+@click.option("--profile", default="default", show_default=True, help="A profile of kernel.yaml.")
+@click.option("--bundle", type=click.Path(path_type=Path), help="Also say whether this bundle has each variant.")
+@output.as_json
+def list_variants(sm: str, retarget: str | None, profile: str, bundle: Path | None, as_json: bool) -> None:
+    """List the variants that a profile builds, and whether a bundle has them.
+
+    \b
+    Example:
+      kernseal list --sm 120 --bundle dist/sm_120a-linux-x86_64
+    """
+    there = {f"{k['op']}/{k['variant']}" for k in _statement_kernels(bundle)} if bundle else None
+    rows = []
+    for target in output.targets(sm, retarget):
+        for op in spec.load_ops():
+            for variant in op.variants(target, profile):
+                has = "" if there is None else ("yes" if variant.key in there else "no")
+                rows.append({"sm": target.name, "op": op.name, "class": variant.class_name, "variant": variant.id, "in_bundle": has})
+    columns = ("sm", "op", "class", "variant", "in_bundle")
+    output.show(rows, as_json, lambda: output.table(f"{len(rows)} variants", columns, [tuple(row.values()) for row in rows]))
+
+
+def _statement_kernels(bundle: Path) -> list[Mapping[str, Any]]:
+    from kernseal.loader.safe_read import directory, read_all
+    from kernseal.loader.statement import FILE, MAX_BYTES, parse_statement
+
+    with directory(bundle, follow=True) as root:
+        return [kernel.record for kernel in parse_statement(read_all(root, FILE, limit=MAX_BYTES)).kernels]
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@output.as_json
+def inspect(path: Path, as_json: bool) -> None:
+    """Show what a bundle or a single cubin holds. Reads only; it vouches for nothing (see verify-bundle).
+
+    \b
+    Examples:
+      kernseal inspect dist/sm_120a-linux-x86_64
+      kernseal inspect dist/sm_120a-linux-x86_64/cubin/gdn_prefill/bf16_sf32_hvk_i64_init_packed_alpha_beta.cubin
+    """
+    if not path.exists():
+        raise InvalidArgument(f"{path}: not there; give a bundle's folder or a cubin")
+    if path.is_file():
+        _inspect_cubin(path, as_json)
+        return
+    kernels = _statement_kernels(path)
+    statement = {"predicate": {"buildDefinition": {"internalParameters": {"kernels": kernels}}}}
+    output.show(kernels, as_json, lambda: output.table(str(path), COLUMNS, kernel_rows(statement), COLUMNS[3:7]))
+
+
+def _inspect_cubin(path: Path, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from kernseal.export import elf
+    from kernseal.loader.safe_read import read_path
+
+    cubin = elf.read(read_path(path, limit=1 << 30))
+    if not cubin.entries:
+        raise Malformed(f"{path}: no kernel in it")
+    rows: Sequence[tuple[object, ...]] = [
+        (e.name, e.registers, e.frame, output.size(e.code_bytes), " ".join(f"{p.offset}:{p.size}" for p in e.params))
+        for e in cubin.entries.values()
+    ]
+    columns = ("entry", "regs", "stack", "code bytes", "parameters offset:size")
+    output.show(asdict(cubin), as_json, lambda: output.table(f"{path.name}  code sha256 {cubin.code_sha256}", columns, rows, columns[1:4]))

@@ -1,0 +1,65 @@
+"""How commands print: a table for people, one JSON document for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kernseal.export import spec
+from kernseal.export.spec import Target
+from kernseal.loader.errors import InvalidArgument
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+sm_option = click.option("--sm", required=True, help="SM: 90, 100, 103, 120, 121 (or sm_120a), a comma list, or all.")
+retarget_option = click.option("--retarget", help="Compile the SM's source for this SM instead: a validation bundle.")
+host_option = click.option("--host", default="linux-x86_64", show_default=True, help="linux-x86_64 or linux-aarch64.")
+
+
+def show(data: Any, wanted: bool, people: Callable[[], None]) -> None:
+    """Print ``data`` as JSON, or call ``people``."""
+    if wanted:
+        click.echo(json.dumps(data, indent=1))
+    else:
+        people()
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()) -> None:
+    """Print a table; ``right`` names the columns of numbers."""
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(str(cell) for cell in row))
+    out = Console()
+    (out if out.is_terminal else Console(width=180)).print(made, highlight=False)
+
+
+def targets(sm: str, retarget: str | None = None, host: str = "linux-x86_64") -> list[Target]:
+    """``--sm`` to targets.
+
+    Raises:
+        InvalidArgument, Unsupported: naming the value and what is supported.
+    """
+    ops = spec.load_ops()
+    names = spec.all_targets(ops) if sm.strip() == "all" else [part for part in sm.split(",") if part.strip()]
+    if not names:
+        raise InvalidArgument(f"--sm {sm!r}: name an SM such as 120, a comma list, or all")
+    return [spec.parse_target(name, retarget, ops, host) for name in names]
+
+
+def size(number: int) -> str:
+    """Bytes for people."""
+    return f"{number:,}"
+
+
+def folder(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
