@@ -69,7 +69,10 @@ def _tools() -> list[Check]:
         tools = toolchain.inspect_toolchain()
     except ToolchainInvalid as error:
         return [Check("tools", False, str(error), "make clean-env, then make env")]
-    return [Check(tool.name, True, f"{tool.version}, {tool.files} files, digest {tool.digest[:16]}") for tool in tools]
+    return [
+        Check(tool.name, True, f"{tool.version}, {tool.files} files, digest {tool.digest[:16]}")
+        for tool in tools
+    ]
 
 
 def _runs(name: str, find: Callable[[], Path | list[str]], argument: str) -> Check:
@@ -83,7 +86,9 @@ def _runs(name: str, find: Callable[[], Path | list[str]], argument: str) -> Che
 
 
 def _last_line(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True, stdin=subprocess.DEVNULL
+    )
     return (done.stdout.strip().splitlines() or ["no output"])[-1]
 
 
@@ -93,7 +98,9 @@ def _cache(folder: Path) -> Check:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"kernseal")
     except OSError as error:
-        return Check("cache", False, f"{folder}: {error.strerror}", "set KERNSEAL_CACHE to a folder you can write to")
+        return Check(
+            "cache", False, f"{folder}: {error.strerror}", "set KERNSEAL_CACHE to a folder you can write to"
+        )
     return Check("cache", True, f"{folder} can be written to")
 
 
@@ -102,7 +109,9 @@ def _disk(folder: Path) -> Check:
         folder = folder.parent
     free = shutil.disk_usage(folder).free / 2**30
     ok = free >= FREE_GIB
-    return Check("disk", ok, f"{free:.1f} GiB free at {folder}", "" if ok else f"a build wants {FREE_GIB} GiB there")
+    return Check(
+        "disk", ok, f"{free:.1f} GiB free at {folder}", "" if ok else f"a build wants {FREE_GIB} GiB there"
+    )
 
 
 def _driver() -> Check:
@@ -112,6 +121,8 @@ def _driver() -> Check:
     except (OSError, AttributeError):
         return Check("driver", True, "no libcuda.so.1 here: bundles can be built and verified, not run")
     if code != 0:
-        return Check("driver", True, f"libcuda.so.1 is here, but cuDriverGetVersion gives {code}: nothing can run")
+        return Check(
+            "driver", True, f"libcuda.so.1 is here, but cuDriverGetVersion gives {code}: nothing can run"
+        )
     major, minor = version.value // 1000, version.value % 1000 // 10
     return Check("driver", True, f"libcuda.so.1 is here, for CUDA {major}.{minor}")

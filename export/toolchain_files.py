@@ -1,7 +1,8 @@
 """What is really installed: every file of a distribution, hashed, and a cache so that none is hashed twice.
 
 The digest of a distribution is the SHA-256 of what ``sha256sum`` prints for its files, sorted by path. It is
-the same for a wheel (``wheel_pins.py`` reads the zip) and for what an installer made of that wheel: the files that installers write themselves are left out, and so is byte code, which Python makes at will.
+the same for a wheel (``wheel_pins.py`` reads the zip) and for what an installer made of it: files that installers
+write themselves are left out, and so is byte code, which Python makes at will.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Digests of the wheels that the export lock names: ``python -m kernseal.export.wheel_pins`` (in `make lock`).
+"""Digests of the wheels that the export lock names: the end of `make lock`.
 
 Downloads each wheel of each tool in ``kernels/toolchain.yaml``, for every machine and Python, checks it against
-the lock, and writes the digest of its files to ``manifests/toolchain/wheels.json``. An installed tool is compared
-with that file: it tells which reviewed wheel the files on disk are.
+the lock, and writes the digest of its files to ``manifests/toolchain/wheels.json``. An installed tool is
+compared with that file: it tells which reviewed wheel the files on disk are.
 """
 
 from __future__ import annotations
