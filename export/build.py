@@ -14,7 +14,22 @@ from typing import Any
 from kernseal.abi import library
 from kernseal.abi.library import VariantRecord
 from kernseal.abi.pins import pins_header, pins_rust
-from kernseal.export import evidence, files, git, host, inputs, licences, manifest, patch, paths, ptx, run, signing, source, toolchain
+from kernseal.export import (
+    evidence,
+    files,
+    git,
+    host,
+    inputs,
+    licences,
+    manifest,
+    patch,
+    paths,
+    ptx,
+    run,
+    signing,
+    source,
+    toolchain,
+)
 from kernseal.export import variant as variants
 from kernseal.export.inputs import VariantInputs
 from kernseal.export.progress import Reporter, Silent
@@ -142,10 +157,19 @@ def _compile(made: Plan, missing: Sequence[Planned], options: Options, report: R
     tools = Tools(ptxas=toolchain.ptxas_path(), dsl_runtime=toolchain.dsl_runtime_path())
     opened, _ = source.open_source(options.source, source.upstream(), report.note)
     built: dict[str, Built] = {}
-    with tempfile.TemporaryDirectory(prefix="kernseal-source-") as name, ThreadPoolExecutor(options.jobs) as pool:
-        trees = {op.name: _lay_out(Path(name) / op.name, op, opened, made) for op in {p.op.name: p.op for p in missing}.values()}
+    with (
+        tempfile.TemporaryDirectory(prefix="kernseal-source-") as name,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        trees = {
+            op.name: _lay_out(Path(name) / op.name, op, opened, made)
+            for op in {p.op.name: p.op for p in missing}.values()
+        }
         waiting = {
-            pool.submit(variants.build, p.op, p.variant, made.target, p.inputs, trees[p.op.name], made.rules, tools): p for p in missing
+            pool.submit(
+                variants.build, p.op, p.variant, made.target, p.inputs, trees[p.op.name], made.rules, tools
+            ): p
+            for p in missing
         }
         try:
             with report.steps(f"compile {made.target.name}", len(missing)) as step:
@@ -171,7 +195,10 @@ def _lay_out(root: Path, op: Op, opened: source.Source, made: Plan) -> Path:
 
 def records(made: Plan, built: Mapping[str, Built]) -> list[VariantRecord]:
     """The variants as the library's tables need them, in order of op and id."""
-    return [_record(made.target, item, built[item.variant.key]) for item in sorted(made.planned, key=lambda p: p.variant.key)]
+    return [
+        _record(made.target, item, built[item.variant.key])
+        for item in sorted(made.planned, key=lambda p: p.variant.key)
+    ]
 
 
 def _record(target: Target, item: Planned, built: Built) -> VariantRecord:
@@ -209,7 +236,9 @@ def contents(made: Plan, built: Mapping[str, Built], options: Options) -> dict[s
             found[f"ptx/{item.variant.key}.raw.ptx"] = mine.read("raw.ptx")
     objects = {item.variant.key: built[item.variant.key].read("host.o") for item in made.planned}
     with tempfile.TemporaryDirectory(prefix="kernseal-link-") as name:
-        found[host.NAME] = host.link(toolchain.zig_argv(), made.target, records(made, built), objects, Path(name))
+        found[host.NAME] = host.link(
+            toolchain.zig_argv(), made.target, records(made, built), objects, Path(name)
+        )
     found["kernseal.h"] = library.header().read_bytes()
     hashes = {name: files.sha256_bytes(data) for name, data in found.items()}
     found["kernseal_pins.h"] = pins_header(made.target.arch, hashes).encode()
@@ -217,16 +246,28 @@ def contents(made: Plan, built: Mapping[str, Built], options: Options) -> dict[s
     return found
 
 
-def describe(made: Plan, built: Mapping[str, Built], hashes: Mapping[str, str], options: Options, revision: git.Revision) -> bytes:
+def describe(
+    made: Plan,
+    built: Mapping[str, Built],
+    hashes: Mapping[str, str],
+    options: Options,
+    revision: git.Revision,
+) -> bytes:
     """The bundle's statement."""
     by_key = {item.variant.key: item for item in made.planned}
     kernels = []
     for record in records(made, built):
         key = f"{record.op}/{record.variant}"
-        kernels.append(manifest.kernel_record(record, built[key].code_sha256, by_key[key].inputs.summary(), built[key].rules))
+        kernels.append(
+            manifest.kernel_record(
+                record, built[key].code_sha256, by_key[key].inputs.summary(), built[key].rules
+            )
+        )
     used = {item.op.name: item.op for item in made.planned}
     semantics = {name: op.data["semantics"] for name, op in sorted(used.items())}
-    return manifest.statement(made.target, options.profile, hashes, kernels, semantics, _dependencies(made, used), revision)
+    return manifest.statement(
+        made.target, options.profile, hashes, kernels, semantics, _dependencies(made, used), revision
+    )
 
 
 def _dependencies(made: Plan, used: Mapping[str, Op]) -> list[dict[str, Any]]:
@@ -239,11 +280,20 @@ def _dependencies(made: Plan, used: Mapping[str, Op]) -> list[dict[str, Any]]:
         names |= {f"kernseal:patches/{item.name}": item.sha256 for item in made.patches[op.name]}
     names |= {f"kernseal:patches/ptx/{rule.name}": rule.sha256 for rule in made.rules}
     found += [{"uri": uri, "digest": {"sha256": names[uri]}} for uri in sorted(names)]
-    found += [{"uri": tool.purl, "digest": {"sha256": tool.pin}} for tool in sorted(made.tools, key=lambda tool: tool.name)]
+    found += [
+        {"uri": tool.purl, "digest": {"sha256": tool.pin}}
+        for tool in sorted(made.tools, key=lambda tool: tool.name)
+    ]
     return found
 
 
-def build(ops: Sequence[Op], target: Target, options: Options, key: signing.SigningKey, report: Reporter | None = None) -> Result:
+def build(
+    ops: Sequence[Op],
+    target: Target,
+    options: Options,
+    key: signing.SigningKey,
+    report: Reporter | None = None,
+) -> Result:
     """Build one bundle, or find that it is there already.
 
     Raises:
@@ -294,10 +344,22 @@ def _state(bundle: Path) -> Path:
 def _identity(made: Plan, options: Options, revision: git.Revision, key: signing.SigningKey) -> str:
     """Digest of everything that decides the bundle's bytes."""
     sources = {path.parent.name + "/" + path.name: files.sha256_file(path) for path in library.core_sources()}
-    headers = {path.name: files.sha256_file(path) for folder in library.include_dirs() for path in sorted(folder.glob("*.h"))}
+    headers = {
+        path.name: files.sha256_file(path)
+        for folder in library.include_dirs()
+        for path in sorted(folder.glob("*.h"))
+    }
     known = {f"{p.variant.key}": evidence.of(p.op, p.variant.class_name, made.target) for p in made.planned}
     own = {path.name: files.sha256_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
-    parts = [made.target.folder, options.profile, {p.variant.key: p.inputs.key for p in made.planned}, sources, headers, known, own]
+    parts = [
+        made.target.folder,
+        options.profile,
+        {p.variant.key: p.inputs.key for p in made.planned},
+        sources,
+        headers,
+        known,
+        own,
+    ]
     return inputs.digest([*parts, revision.commit, revision.dirty, key.keyid])
 
 
@@ -311,7 +373,9 @@ def _unchanged(bundle: Path, identity: str, key: signing.SigningKey) -> Verified
         return None
 
 
-def _result(target: Target, bundle: Path, fresh: bool, verified: VerifiedBundle, key: signing.SigningKey) -> Result:
+def _result(
+    target: Target, bundle: Path, fresh: bool, verified: VerifiedBundle, key: signing.SigningKey
+) -> Result:
     return Result(target, bundle, fresh, verified.statement.document, verified.trusted_by, key.origin)
 
 

@@ -32,12 +32,30 @@ def short_entry(entry: str) -> str:
 @output.sm_option
 @output.retarget_option
 @output.host_option
-@click.option("--profile", default="default", show_default=True, help="Which variants: a profile of kernel.yaml.")
+@click.option(
+    "--profile", default="default", show_default=True, help="Which variants: a profile of kernel.yaml."
+)
 @click.option("--variant", "only", multiple=True, help="Only this variant (id or op/id); may be repeated.")
-@click.option("--jobs", type=click.IntRange(1, 256), help="Variants compiled at once; about 1.5 GB of memory each.")
-@click.option("--source", type=click.Path(path_type=Path), help="FlashInfer wheel or checkout instead of the pinned wheel.")
-@click.option("--key", type=click.Path(path_type=Path), help="Ed25519 private key (PEM). Default: KERNSEAL_SIGNING_KEY, else a developer key.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("dist"), show_default=True, help="Folder for bundles.")
+@click.option(
+    "--jobs", type=click.IntRange(1, 256), help="Variants compiled at once; about 1.5 GB of memory each."
+)
+@click.option(
+    "--source",
+    type=click.Path(path_type=Path),
+    help="FlashInfer wheel or checkout instead of the pinned wheel.",
+)
+@click.option(
+    "--key",
+    type=click.Path(path_type=Path),
+    help="Ed25519 private key (PEM). Default: KERNSEAL_SIGNING_KEY, else a developer key.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("dist"),
+    show_default=True,
+    help="Folder for bundles.",
+)
 @click.option("--no-cache", is_flag=True, help="Compile every variant again.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 @output.as_json
@@ -67,7 +85,9 @@ def build(
     from kernseal.export import signing
 
     wanted = output.targets(sm, retarget, host)
-    options = building.Options(profile, only, jobs or building.default_jobs(), source, None, not no_cache, out)
+    options = building.Options(
+        profile, only, jobs or building.default_jobs(), source, None, not no_cache, out
+    )
     report = progress.reporter(quiet or as_json)
     signer = signing.find_key(key)
     if signer.created:
@@ -85,14 +105,27 @@ def build(
         }
         for r in results
     ]
-    output.show(data, as_json, lambda: [_print(r) for r in results] and None)
+
+    def people() -> None:
+        for result in results:
+            _print(result)
+
+    output.show(data, as_json, people)
 
 
 def _print(result: Any) -> None:
     if not result.fresh:
-        click.echo(f"{result.target.name}: nothing changed; {output.folder(result.path)} is verified ({', '.join(result.trusted_by)})")
+        click.echo(
+            f"{result.target.name}: nothing changed; {output.folder(result.path)} is verified"
+            f" ({', '.join(result.trusted_by)})"
+        )
         return
-    output.table(f"{result.target.name}: {len(kernel_rows(result.statement))} variants", COLUMNS, kernel_rows(result.statement), COLUMNS[3:7])
+    output.table(
+        f"{result.target.name}: {len(kernel_rows(result.statement))} variants",
+        COLUMNS,
+        kernel_rows(result.statement),
+        COLUMNS[3:7],
+    )
     click.echo(f"signed with {result.signed_by}; vouched for by {', '.join(result.trusted_by)}")
     click.echo(output.folder(result.path))
 
@@ -101,7 +134,9 @@ def _print(result: Any) -> None:
 @output.sm_option
 @output.retarget_option
 @click.option("--profile", default="default", show_default=True, help="A profile of kernel.yaml.")
-@click.option("--bundle", type=click.Path(path_type=Path), help="Also say whether this bundle has each variant.")
+@click.option(
+    "--bundle", type=click.Path(path_type=Path), help="Also say whether this bundle has each variant."
+)
 @output.as_json
 def list_variants(sm: str, retarget: str | None, profile: str, bundle: Path | None, as_json: bool) -> None:
     """List the variants that a profile builds, and whether a bundle has them.
@@ -116,9 +151,21 @@ def list_variants(sm: str, retarget: str | None, profile: str, bundle: Path | No
         for op in spec.load_ops():
             for variant in op.variants(target, profile):
                 has = "" if there is None else ("yes" if variant.key in there else "no")
-                rows.append({"sm": target.name, "op": op.name, "class": variant.class_name, "variant": variant.id, "in_bundle": has})
+                rows.append(
+                    {
+                        "sm": target.name,
+                        "op": op.name,
+                        "class": variant.class_name,
+                        "variant": variant.id,
+                        "in_bundle": has,
+                    }
+                )
     columns = ("sm", "op", "class", "variant", "in_bundle")
-    output.show(rows, as_json, lambda: output.table(f"{len(rows)} variants", columns, [tuple(row.values()) for row in rows]))
+    output.show(
+        rows,
+        as_json,
+        lambda: output.table(f"{len(rows)} variants", columns, [tuple(row.values()) for row in rows]),
+    )
 
 
 def _statement_kernels(bundle: Path) -> list[Mapping[str, Any]]:
@@ -147,7 +194,9 @@ def inspect(path: Path, as_json: bool) -> None:
         return
     kernels = _statement_kernels(path)
     statement = {"predicate": {"buildDefinition": {"internalParameters": {"kernels": kernels}}}}
-    output.show(kernels, as_json, lambda: output.table(str(path), COLUMNS, kernel_rows(statement), COLUMNS[3:7]))
+    output.show(
+        kernels, as_json, lambda: output.table(str(path), COLUMNS, kernel_rows(statement), COLUMNS[3:7])
+    )
 
 
 def _inspect_cubin(path: Path, as_json: bool) -> None:
@@ -160,8 +209,18 @@ def _inspect_cubin(path: Path, as_json: bool) -> None:
     if not cubin.entries:
         raise Malformed(f"{path}: no kernel in it")
     rows: Sequence[tuple[object, ...]] = [
-        (e.name, e.registers, e.frame, output.size(e.code_bytes), " ".join(f"{p.offset}:{p.size}" for p in e.params))
+        (
+            e.name,
+            e.registers,
+            e.frame,
+            output.size(e.code_bytes),
+            " ".join(f"{p.offset}:{p.size}" for p in e.params),
+        )
         for e in cubin.entries.values()
     ]
     columns = ("entry", "regs", "stack", "code bytes", "parameters offset:size")
-    output.show(asdict(cubin), as_json, lambda: output.table(f"{path.name}  code sha256 {cubin.code_sha256}", columns, rows, columns[1:4]))
+    output.show(
+        asdict(cubin),
+        as_json,
+        lambda: output.table(f"{path.name}  code sha256 {cubin.code_sha256}", columns, rows, columns[1:4]),
+    )

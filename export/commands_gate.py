@@ -14,12 +14,31 @@ from kernseal.loader.errors import InvalidArgument, PinsDiffer
 @click.command()
 @output.sm_option
 @output.retarget_option
-@click.option("--variant", "only", multiple=True, help="Compare only this variant; may be repeated. Whole-bundle files are then left out.")
-@click.option("--jobs", type=click.IntRange(1, 256), help="Variants compiled at once; about 1.5 GB of memory each.")
-@click.option("--source", type=click.Path(path_type=Path), help="FlashInfer wheel or checkout instead of the pinned wheel.")
-@click.option("--no-cache", is_flag=True, help="Compile every variant again, even if a build from the same inputs is cached.")
-@click.option("--update", is_flag=True, help="Write the pins that were found: for the reviewer, who commits them.")
-@click.option("--summary", type=click.Path(path_type=Path), help="Also write a Markdown summary to this file.")
+@click.option(
+    "--variant",
+    "only",
+    multiple=True,
+    help="Compare only this variant; may be repeated. Whole-bundle files are then left out.",
+)
+@click.option(
+    "--jobs", type=click.IntRange(1, 256), help="Variants compiled at once; about 1.5 GB of memory each."
+)
+@click.option(
+    "--source",
+    type=click.Path(path_type=Path),
+    help="FlashInfer wheel or checkout instead of the pinned wheel.",
+)
+@click.option(
+    "--no-cache",
+    is_flag=True,
+    help="Compile every variant again, even if a build from the same inputs is cached.",
+)
+@click.option(
+    "--update", is_flag=True, help="Write the pins that were found: for the reviewer, who commits them."
+)
+@click.option(
+    "--summary", type=click.Path(path_type=Path), help="Also write a Markdown summary to this file."
+)
 @click.option("--quiet", is_flag=True, help="No progress.")
 @output.as_json
 def gate(
@@ -53,13 +72,23 @@ def gate(
     if summary is not None:
         files.write_atomic(summary, gating.markdown(results).encode())
     data = [
-        {"target": r.target.name, "ok": r.ok, "compared": r.compared, "partial": r.partial, "moves": [m.to_json() for m in r.moves]}
+        {
+            "target": r.target.name,
+            "ok": r.ok,
+            "compared": r.compared,
+            "partial": r.partial,
+            "moves": [m.to_json() for m in r.moves],
+        }
         for r in results
     ]
 
     def people() -> None:
         for result in results:
-            state = "as pinned" if result.ok else f"{len(result.moves)} differences" + (", pins written" if update else "")
+            state = (
+                "as pinned"
+                if result.ok
+                else f"{len(result.moves)} differences" + (", pins written" if update else "")
+            )
             click.echo(f"{result.target.name}: {result.compared} variants: {state}")
             if result.moves:
                 rows = [(m.artifact, m.what, m.reason) for m in result.moves]

@@ -37,7 +37,9 @@ def verify_source(path: Path | None, as_json: bool) -> None:
     def people() -> None:
         for finding in findings:
             click.echo(str(finding))
-        click.echo(f"{given}: {'not the pinned source' if findings else 'the pinned source'} ({pin.purl}, {data['files']} files pinned)")
+        click.echo(
+            f"{given}: {'not ' if findings else ''}the pinned source ({pin.purl}, {data['files']} files pinned)"
+        )
 
     output.show(data, as_json, people)
     sys.exit(SourceInvalid.exit_code if findings else 0)
@@ -47,10 +49,23 @@ def verify_source(path: Path | None, as_json: bool) -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--sm", help="The SM that the bundle must be for.")
 @click.option("--pins", type=click.Path(path_type=Path), help="A lock file, or a folder of them, to trust.")
-@click.option("--key", "keys", multiple=True, type=click.Path(path_type=Path), help="A public key file, or a folder of them, to trust.")
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A public key file, or a folder of them, to trust.",
+)
 @click.option("--threshold", type=int, help="How many of the keys must have signed.")
 @output.as_json
-def verify_bundle(path: Path, sm: str | None, pins: Path | None, keys: tuple[Path, ...], threshold: int | None, as_json: bool) -> None:
+def verify_bundle(
+    path: Path,
+    sm: str | None,
+    pins: Path | None,
+    keys: tuple[Path, ...],
+    threshold: int | None,
+    as_json: bool,
+) -> None:
     """Check every file of a bundle against pins or trusted signatures. Offline, no sources needed.
 
     Without --pins or --key, the pins and keys of the installed package are trusted. What vouched is shown.
@@ -68,9 +83,14 @@ def verify_bundle(path: Path, sm: str | None, pins: Path | None, keys: tuple[Pat
 
     def people() -> None:
         for found in report["violations"]:
-            click.echo(f"{found['kind']}: {found['path']}: found {found['found']}; expected {found['expected']}")
+            click.echo(
+                f"{found['kind']}: {found['path']}: found {found['found']}; expected {found['expected']}"
+            )
         if report["accepted"]:
-            click.echo(f"accepted: {path} is {report['target']}, {report['files']} files, vouched for by {', '.join(report['trusted_by'])}")
+            click.echo(
+                f"accepted: {path} is {report['target']}, {report['files']} files,"
+                f" vouched for by {', '.join(report['trusted_by'])}"
+            )
         else:
             click.echo(f"refused: {path}: {report['status']}")
 
@@ -93,12 +113,20 @@ def keygen(path: Path, name: str | None, as_json: bool) -> None:
 
     public = signing.keygen(path, name)
     data = {"private": str(path), "public": str(public), "keyid": signing.read_private(path).keyid}
-    output.show(data, as_json, lambda: click.echo(f"private key {path} (keep it), public key {public}, keyid {data['keyid']}"))
+    output.show(
+        data,
+        as_json,
+        lambda: click.echo(f"private key {path} (keep it), public key {public}, keyid {data['keyid']}"),
+    )
 
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--key", type=click.Path(path_type=Path), help="Private key (PEM). Default: KERNSEAL_SIGNING_KEY, else the developer key.")
+@click.option(
+    "--key",
+    type=click.Path(path_type=Path),
+    help="Private key (PEM). Default: KERNSEAL_SIGNING_KEY, else the developer key.",
+)
 @output.as_json
 def sign(bundle: Path, key: Path | None, as_json: bool) -> None:
     """Add a signature to a bundle that its pins or a trusted key already vouch for.
@@ -137,5 +165,9 @@ def doctor(as_json: bool) -> None:
 
     checks = examine()
     rows = [("ok" if c.ok else "NO", c.name, c.detail, c.hint) for c in checks]
-    output.show([asdict(c) for c in checks], as_json, lambda: output.table("doctor", ("", "check", "found", "what to do"), rows))
+    output.show(
+        [asdict(c) for c in checks],
+        as_json,
+        lambda: output.table("doctor", ("", "check", "found", "what to do"), rows),
+    )
     sys.exit(0 if all(c.ok for c in checks) else ToolchainInvalid.exit_code)

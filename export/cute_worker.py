@@ -57,7 +57,9 @@ def load_recipe(path: str) -> types.ModuleType:
 def imported_files(tree: str) -> list[str]:
     root = Path(tree)
     origins = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    return sorted({Path(o).relative_to(root).as_posix() for o in origins if o and Path(o).is_relative_to(root)})
+    return sorted(
+        {Path(o).relative_to(root).as_posix() for o in origins if o and Path(o).is_relative_to(root)}
+    )
 
 
 def dynamic_smem(mlir: str) -> int:
@@ -67,13 +69,19 @@ def dynamic_smem(mlir: str) -> int:
         ValueError: the module does not hold exactly one constant for it.
     """
     config = r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
-    fields = re.findall(rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, !llvm\.{config}", mlir)
+    fields = re.findall(
+        rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, !llvm\.{config}", mlir
+    )
     values = set()
     for name in fields:
         for stored in re.findall(rf"llvm\.store (%\w+), {name} : i64", mlir):
-            values |= set(re.findall(rf"^\s*{stored} = llvm\.mlir\.constant\((\d+) : i64\)", mlir, re.MULTILINE))
+            values |= set(
+                re.findall(rf"^\s*{stored} = llvm\.mlir\.constant\((\d+) : i64\)", mlir, re.MULTILINE)
+            )
     if len(values) != 1:
-        raise ValueError(f"dynamic shared memory: expected one constant in the launch configuration, found {sorted(values)}")
+        raise ValueError(
+            f"dynamic shared memory: expected one constant in the launch configuration, found {sorted(values)}"
+        )
     return int(values.pop())
 
 
@@ -95,7 +103,9 @@ def host_object(compiled: Any, job: CuteJob, path: Path) -> None:
 
     module.operation.walk(strip)
     if len(removed) != 1:
-        raise RuntimeError(f"expected one embedded image {EMBEDDED_IMAGE!r} in the host module, found {len(removed)}")
+        raise RuntimeError(
+            f"expected one embedded image {EMBEDDED_IMAGE!r} in the host module, found {len(removed)}"
+        )
     if "gpu.container_module" in module.operation.attributes:
         del module.operation.attributes["gpu.container_module"]
     triple, cpu = HOST_TARGETS[job.host]
@@ -117,7 +127,13 @@ def compile_variant(job: CuteJob) -> None:
     out = Path(job.out)
     dump = out / "dump"
     dump.mkdir()
-    options = (cute.GPUArch(job.arch), cute.OptLevel(3), cute.KeepPTX(True), cute.KeepCUBIN(True), DumpDir(str(dump)))
+    options = (
+        cute.GPUArch(job.arch),
+        cute.OptLevel(3),
+        cute.KeepPTX(True),
+        cute.KeepCUBIN(True),
+        DumpDir(str(dump)),
+    )
     compiled = cute.compile[options](kernel, *args)
     (ptx,) = dump.glob("*.ptx")
     (cubin,) = dump.glob("*.cubin")
@@ -125,7 +141,9 @@ def compile_variant(job: CuteJob) -> None:
     ptx.rename(out / "raw.ptx")
     cubin.rename(out / "dsl.cubin")
     host_object(compiled, job, out / "host.o")
-    answer = CuteAnswer(entry, compiled.function_name, dynamic_smem(str(compiled.ir_module)), imported_files(job.tree))
+    answer = CuteAnswer(
+        entry, compiled.function_name, dynamic_smem(str(compiled.ir_module)), imported_files(job.tree)
+    )
     answer.save(out / "answer.json")
 
 

@@ -52,7 +52,7 @@ class Cubin:
 
     Attributes:
         entries: kernels, by name.
-        code_sha256: SHA-256 over names and bytes of the sections that make up the program, leaving out notes and symbol tables.
+        code_sha256: SHA-256 over names and bytes of the sections that make up the program, without notes and symbols.
     """
 
     entries: dict[str, Entry]
@@ -74,7 +74,16 @@ def read(data: bytes) -> Cubin:
         entries = {name: _entry(name, sections, per_symbol.get(name, {})) for name in sorted(names)}
         entries = {name: entry for name, entry in entries.items() if f".nv.info.{name}" in sections}
         return Cubin(entries, _code_digest(sections))
-    except (ELFError, struct.error, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (
+        ELFError,
+        struct.error,
+        UnicodeDecodeError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+    ) as error:
         raise Malformed(f"cubin: {type(error).__name__}: {error}") from error
 
 

@@ -46,8 +46,10 @@ def staged_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside ``target`` that becomes ``target`` when the block ends well, and goes when it does not."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target)
-    stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.{os.getpid()}.", suffix=".partial", dir=target.parent))
-    os.chmod(stage, 0o755)
+    stage = Path(
+        tempfile.mkdtemp(prefix=f".{target.name}.{os.getpid()}.", suffix=".partial", dir=target.parent)
+    )
+    stage.chmod(0o755)
     try:
         yield stage
         replace_folder(stage, target)

@@ -25,11 +25,17 @@ def gate(ops: Sequence[Op], target: Target, options: Options, report: Reporter, 
     path = lock.path_of(target)
     pinned = _pinned(path.read_bytes(), path.name) if path.is_file() else None
     if pinned is None and not update:
-        raise Missing(f"manifests/{path.name}: no pins for {target.name}; `kernseal gate --sm {target.sm} --update` writes them")
+        raise Missing(
+            f"manifests/{path.name}: no pins for {target.name}; `kernseal gate --sm {target.sm} --update` writes them"
+        )
     made = build.plan(ops, target, options)
     built = build.compile_all(made, options, report)
     partial = bool(options.only)
-    now = _partial(made, built) if partial else lock.compose(made, built, build.contents(made, built, options), options)
+    now = (
+        _partial(made, built)
+        if partial
+        else lock.compose(made, built, build.contents(made, built, options), options)
+    )
     moves = lock.compare(made, pinned, now, partial) if pinned else []
     if update and not partial and (pinned is None or moves or pinned != now):
         lock.write(path, now)
@@ -43,19 +49,33 @@ def _pinned(data: bytes, name: str) -> Mapping[str, Any]:
 
 
 def _partial(made: build.Plan, built: Mapping[str, Any]) -> dict[str, Any]:
-    return {"inputs": lock.shared_inputs(made), "variants": lock.variant_entries(made, built), "files": {}, "statement": ""}
+    return {
+        "inputs": lock.shared_inputs(made),
+        "variants": lock.variant_entries(made, built),
+        "files": {},
+        "statement": "",
+    }
 
 
 def markdown(results: Sequence[Comparison]) -> str:
     """A summary for a pull request."""
     lines = ["# kernseal gate", ""]
     for result in results:
-        scope = f"{result.compared} variants" + (", a part of the profile" if result.partial else ", whole bundle")
-        lines += [f"## {result.target.name}: {'as pinned' if result.ok else 'differs from the pins'} ({scope})", ""]
+        scope = f"{result.compared} variants" + (
+            ", a part of the profile" if result.partial else ", whole bundle"
+        )
+        lines += [
+            f"## {result.target.name}: {'as pinned' if result.ok else 'differs from the pins'} ({scope})",
+            "",
+        ]
         if result.moves:
-            lines += ["| artifact | what moved | because | pinned | found |", "| --- | --- | --- | --- | --- |"]
             lines += [
-                f"| `{m.artifact}` | {m.what} | {m.reason} | `{(m.pinned or 'none')[:12]}` | `{(m.found or 'none')[:12]}` |" for m in result.moves
+                "| artifact | what moved | because | pinned | found |",
+                "| --- | --- | --- | --- | --- |",
+            ]
+            lines += [
+                f"| `{m.artifact}` | {m.what} | {m.reason} | `{(m.pinned or 'none')[:12]}` | `{(m.found or 'none')[:12]}` |"
+                for m in result.moves
             ]
             lines.append("")
     return "\n".join(lines) + "\n"

@@ -15,14 +15,37 @@ from kernseal.export.spec import Target
 from kernseal.loader.errors import BuildFailed
 
 ZIG_TARGETS = {"linux-x86_64": "x86_64-linux-gnu.2.17", "linux-aarch64": "aarch64-linux-gnu.2.17"}
-CFLAGS = ("-std=c11", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wpedantic", "-Werror")
-LDFLAGS = ("-shared", "-s", "-Wl,--build-id=none", "-Wl,-z,now", "-Wl,-z,relro", "-Wl,-z,noexecstack", "-ldl", "-lpthread")
+CFLAGS = (
+    "-std=c11",
+    "-O2",
+    "-g0",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wpedantic",
+    "-Werror",
+)
+LDFLAGS = (
+    "-shared",
+    "-s",
+    "-Wl,--build-id=none",
+    "-Wl,-z,now",
+    "-Wl,-z,relro",
+    "-Wl,-z,noexecstack",
+    "-ldl",
+    "-lpthread",
+)
 CPU = {"linux-x86_64": "-mcpu=x86_64", "linux-aarch64": "-mcpu=generic"}
 NAME = "libkernseal.so"
 
 
 def link(
-    zig: Sequence[str], target: Target, records: Sequence[VariantRecord], objects: Mapping[str, bytes], work: Path
+    zig: Sequence[str],
+    target: Target,
+    records: Sequence[VariantRecord],
+    objects: Mapping[str, bytes],
+    work: Path,
 ) -> bytes:
     """Bytes of the library.
 
@@ -65,4 +88,11 @@ def _environment(work: Path) -> dict[str, str]:
     shared.mkdir(parents=True, exist_ok=True)
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     local = {"ZIG_LOCAL_CACHE_DIR": str(work / "zig"), "HOME": str(work), "TMPDIR": str(work)}
-    return {**kept, **local, "ZIG_GLOBAL_CACHE_DIR": str(shared), "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TZ": "UTC"}
+    return {
+        **kept,
+        **local,
+        "ZIG_GLOBAL_CACHE_DIR": str(shared),
+        "LANG": "C.UTF-8",
+        "LC_ALL": "C.UTF-8",
+        "TZ": "UTC",
+    }

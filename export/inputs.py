@@ -14,7 +14,16 @@ from kernseal.export.patch import SourcePatch
 from kernseal.export.ptx import PtxRule
 from kernseal.export.spec import Op, Target, Variant
 
-BUILDER_MODULES = ("assemble.py", "cute_worker.py", "elf.py", "job.py", "limits.py", "patch.py", "ptx.py", "variant.py")
+BUILDER_MODULES = (
+    "assemble.py",
+    "cute_worker.py",
+    "elf.py",
+    "job.py",
+    "limits.py",
+    "patch.py",
+    "ptx.py",
+    "variant.py",
+)
 """Modules of this package whose code decides bytes of a variant."""
 
 
@@ -75,11 +84,21 @@ def of_variant(
             "recipe": {op.data["recipe"]: files.sha256_file(op.folder / op.data["recipe"])},
             "variant": {
                 "op": op.name,
-                "class": {"id": variant.class_name, "module": cls["module"], "name": cls["name"], "builder": cls["builder"]},
+                "class": {
+                    "id": variant.class_name,
+                    "module": cls["module"],
+                    "name": cls["name"],
+                    "builder": cls["builder"],
+                },
                 "axes": dict(variant.axes),
                 "host_only": op.data.get("host_only", {}),
             },
-            "flags": {"arch": target.arch, "host": target.host, "ptxas": list(assemble.FLAGS), "opt_level": 3},
+            "flags": {
+                "arch": target.arch,
+                "host": target.host,
+                "ptxas": list(assemble.FLAGS),
+                "opt_level": 3,
+            },
             "toolchain": dict(toolchain),
             "builder": builder_files(),
         }

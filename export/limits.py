@@ -33,8 +33,12 @@ def check(label: str, arch: str, ptx: str, static_smem: int, dynamic_smem: int) 
     limits = _table()[arch]
     total, allowed = static_smem + dynamic_smem, limits["max_smem_per_block"]
     if total > allowed:
-        raise BuildFailed(f"{label}: shared memory {total} bytes ({static_smem} static); {arch} allows {allowed} a block")
+        raise BuildFailed(
+            f"{label}: shared memory {total} bytes ({static_smem} static); {arch} allows {allowed} a block"
+        )
     for pattern in limits["forbidden_ptx"]:
         lines = [ptx.count("\n", 0, match.start()) + 1 for match in re.finditer(pattern, ptx)]
         if lines:
-            raise BuildFailed(f"{label}: PTX matches {pattern!r}, which {arch} lacks, at lines {', '.join(map(str, lines[:10]))}")
+            raise BuildFailed(
+                f"{label}: PTX matches {pattern!r}, which {arch} lacks, at lines {', '.join(map(str, lines[:10]))}"
+            )

@@ -30,8 +30,13 @@ def library_inputs(made: Plan) -> dict[str, str]:
     """What decides the library beyond its variants."""
     found = {f"{path.parent.name}/{path.name}": files.sha256_file(path) for path in library.core_sources()}
     for folder in library.include_dirs():
-        found |= {f"{folder.name}/{path.name}": files.sha256_file(path) for path in sorted(folder.glob("*.h"))}
-    known = {f"{p.op.name}/{p.variant.class_name}": evidence.of(p.op, p.variant.class_name, made.target) for p in made.planned}
+        found |= {
+            f"{folder.name}/{path.name}": files.sha256_file(path) for path in sorted(folder.glob("*.h"))
+        }
+    known = {
+        f"{p.op.name}/{p.variant.class_name}": evidence.of(p.op, p.variant.class_name, made.target)
+        for p in made.planned
+    }
     return {**found, "evidence": inputs.digest(known)}
 
 
@@ -44,7 +49,9 @@ def shared_inputs(made: Plan) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def compose(made: Plan, built: Mapping[str, Built], contents: Mapping[str, bytes], options: Options) -> dict[str, Any]:
+def compose(
+    made: Plan, built: Mapping[str, Built], contents: Mapping[str, bytes], options: Options
+) -> dict[str, Any]:
     """The lock of a complete build."""
     hashes = {name: files.sha256_bytes(data) for name, data in contents.items()}
     statement = build.describe(made, built, hashes, options, git.Revision(None, False))
@@ -98,7 +105,10 @@ class Move:
 
     @property
     def reason(self) -> str:
-        return "; ".join(self.because) or "NO INPUT MOVED: the build is not reproducible here, or something was tampered with"
+        return (
+            "; ".join(self.because)
+            or "NO INPUT MOVED: the build is not reproducible here, or something was tampered with"
+        )
 
 
 @dataclass(frozen=True)
@@ -133,11 +143,21 @@ def compare(made: Plan, pinned: Mapping[str, Any], now: Mapping[str, Any], parti
     return moves
 
 
-def _variant_moves(key: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, causes: Sequence[str]) -> list[Move]:
+def _variant_moves(
+    key: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, causes: Sequence[str]
+) -> list[Move]:
     if before is None or after is None:
         entry = after or before or {}
         what = "added" if before is None else "removed"
-        return [Move(key, what, ("variant: kernel.yaml profiles, excludes or classes",), (before or {}).get("cubin"), entry.get("cubin"))]
+        return [
+            Move(
+                key,
+                what,
+                ("variant: kernel.yaml profiles, excludes or classes",),
+                (before or {}).get("cubin"),
+                entry.get("cubin"),
+            )
+        ]
     because = tuple(causes)
     moves = []
     if before["code"] != after["code"]:
@@ -152,12 +172,17 @@ def _variant_moves(key: str, before: Mapping[str, Any] | None, after: Mapping[st
 
 
 def _causes(key: str, pinned: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    before, after = pinned["variants"].get(key, {}).get("inputs", {}), now["variants"].get(key, {}).get("inputs", {})
+    before, after = (
+        pinned["variants"].get(key, {}).get("inputs", {}),
+        now["variants"].get(key, {}).get("inputs", {}),
+    )
     op = key.split("/", 1)[0]
     causes = []
     for group in sorted(before.keys() | after.keys()):
         if before.get(group) != after.get(group):
-            items = _moved_items(pinned["inputs"].get(op, {}).get(group, {}), now["inputs"].get(op, {}).get(group, {}))
+            items = _moved_items(
+                pinned["inputs"].get(op, {}).get(group, {}), now["inputs"].get(op, {}).get(group, {})
+            )
             causes += [f"{group}: {item}" for item in items] or [f"{group}: its definition"]
     return causes
 
@@ -166,20 +191,43 @@ def _moved_items(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
     moved = []
     for item in sorted(before.keys() | after.keys()):
         if before.get(item) != after.get(item):
-            moved.append(item if item in before and item in after else f"{item} ({'added' if item in after else 'removed'})")
+            moved.append(
+                item
+                if item in before and item in after
+                else f"{item} ({'added' if item in after else 'removed'})"
+            )
     return moved
 
 
-def _file_moves(pinned: Mapping[str, Any], now: Mapping[str, Any], variant_moves: Sequence[Move]) -> list[Move]:
+def _file_moves(
+    pinned: Mapping[str, Any], now: Mapping[str, Any], variant_moves: Sequence[Move]
+) -> list[Move]:
     """Files that belong to no single variant: library, header, pins, licences; and the statement."""
-    sources = _moved_items(pinned["inputs"].get("library", {}).get("sources", {}), now["inputs"]["library"]["sources"])
-    because = tuple([f"library: {item}" for item in sources] + [f"variant: {key}" for key in sorted({m.artifact for m in variant_moves})])
+    sources = _moved_items(
+        pinned["inputs"].get("library", {}).get("sources", {}), now["inputs"]["library"]["sources"]
+    )
+    because = tuple(
+        [f"library: {item}" for item in sources]
+        + [f"variant: {key}" for key in sorted({m.artifact for m in variant_moves})]
+    )
     moves = []
-    own = {f"{kind}/{key}.{kind}" for kind in ("cubin", "ptx") for key in {**pinned["variants"], **now["variants"]}}
+    own = {
+        f"{kind}/{key}.{kind}"
+        for kind in ("cubin", "ptx")
+        for key in {**pinned["variants"], **now["variants"]}
+    }
     for name in sorted(pinned["files"].keys() | now["files"].keys()):
         before, after = pinned["files"].get(name), now["files"].get(name)
         if name not in own and before != after:
             moves.append(Move(name, "file", because, before, after))
     if pinned["statement"] != now["statement"] and not moves and not variant_moves:
-        moves.append(Move("manifest.json", "file", because or ("statement: version, profile or semantics",), pinned["statement"], now["statement"]))
+        moves.append(
+            Move(
+                "manifest.json",
+                "file",
+                because or ("statement: version, profile or semantics",),
+                pinned["statement"],
+                now["statement"],
+            )
+        )
     return moves

@@ -16,7 +16,9 @@ from kernseal.loader.statement import BUILD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE
 BUILDER = "https://kernseal.dev/builder/v1"
 
 
-def kernel_record(record: VariantRecord, code_sha256: str, inputs: Mapping[str, str], rules: Mapping[str, int]) -> dict[str, Any]:
+def kernel_record(
+    record: VariantRecord, code_sha256: str, inputs: Mapping[str, str], rules: Mapping[str, int]
+) -> dict[str, Any]:
     """One variant as the statement has it."""
     return {
         "op": record.op,
@@ -73,12 +75,18 @@ def statement(
                         "abi_version": abi_version(),
                         "kernels": list(kernels),
                         "semantics": {op: list(lines) for op, lines in semantics.items()},
-                        "flags": {"ptxas": list(assemble.FLAGS), "cc": list(host.CFLAGS), "link": list(host.LDFLAGS)},
+                        "flags": {
+                            "ptxas": list(assemble.FLAGS),
+                            "cc": list(host.CFLAGS),
+                            "link": list(host.LDFLAGS),
+                        },
                         "git": {"commit": revision.commit, "dirty": revision.dirty},
                     },
                     "resolvedDependencies": list(dependencies),
                 },
-                "runDetails": {"builder": {"id": BUILDER, "version": {"kernseal": metadata.version("kernseal")}}},
+                "runDetails": {
+                    "builder": {"id": BUILDER, "version": {"kernseal": metadata.version("kernseal")}}
+                },
             },
         }
     )

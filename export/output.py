@@ -16,9 +16,15 @@ from kernseal.export.spec import Target
 from kernseal.loader.errors import InvalidArgument
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
-sm_option = click.option("--sm", required=True, help="SM: 90, 100, 103, 120, 121 (or sm_120a), a comma list, or all.")
-retarget_option = click.option("--retarget", help="Compile the SM's source for this SM instead: a validation bundle.")
-host_option = click.option("--host", default="linux-x86_64", show_default=True, help="linux-x86_64 or linux-aarch64.")
+sm_option = click.option(
+    "--sm", required=True, help="SM: 90, 100, 103, 120, 121 (or sm_120a), a comma list, or all."
+)
+retarget_option = click.option(
+    "--retarget", help="Compile the SM's source for this SM instead: a validation bundle."
+)
+host_option = click.option(
+    "--host", default="linux-x86_64", show_default=True, help="linux-x86_64 or linux-aarch64."
+)
 
 
 def show(data: Any, wanted: bool, people: Callable[[], None]) -> None:
@@ -29,7 +35,9 @@ def show(data: Any, wanted: bool, people: Callable[[], None]) -> None:
         people()
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()) -> None:
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()
+) -> None:
     """Print a table; ``right`` names the columns of numbers."""
     made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for column in columns:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import unidiff
+from unidiff.patch import PatchedFile, PatchSet
 
 from kernseal.export import files
 from kernseal.loader.errors import RuleFailed
@@ -25,8 +25,10 @@ class SourcePatch:
 
     @property
     def header(self) -> dict[str, str]:
-        pairs = (line.split(": ", 1) for line in self.text.split("\ndiff ", 1)[0].splitlines() if ": " in line)
-        return {name: value for name, value in pairs}
+        pairs = (
+            line.split(": ", 1) for line in self.text.split("\ndiff ", 1)[0].splitlines() if ": " in line
+        )
+        return dict(pairs)
 
 
 REQUIRED_HEADERS = ("Subject", "Reason", "Upstream", "Remove-when")
@@ -59,7 +61,7 @@ def apply(tree: Mapping[str, bytes], patches: Sequence[SourcePatch]) -> dict[str
     """
     result = dict(tree)
     for patch in patches:
-        for part in unidiff.PatchSet(patch.text):
+        for part in PatchSet(patch.text):
             path = part.path
             if path not in result:
                 raise RuleFailed(f"patches/{patch.name}: {path}: not in the source set")
@@ -67,7 +69,7 @@ def apply(tree: Mapping[str, bytes], patches: Sequence[SourcePatch]) -> dict[str
     return result
 
 
-def _apply_file(name: str, path: str, data: bytes, part: unidiff.PatchedFile) -> bytes:
+def _apply_file(name: str, path: str, data: bytes, part: PatchedFile) -> bytes:
     lines = data.decode().splitlines(keepends=True)
     made: list[str] = []
     at = 0

@@ -47,7 +47,9 @@ class Lines:
         self._start = time.monotonic()
 
     def note(self, text: str) -> None:
-        self._console.print(f"[{time.monotonic() - self._start:6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            f"[{time.monotonic() - self._start:6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True
+        )
 
     @contextlib.contextmanager
     def steps(self, title: str, total: int) -> Iterator[Step]:
@@ -68,7 +70,13 @@ class Bar(Lines):
 
     @contextlib.contextmanager
     def steps(self, title: str, total: int) -> Iterator[Step]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[last]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[last]}"),
+        )
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task(title, total=total, last="")
             yield lambda text: progress.update(task, advance=1, last=text)

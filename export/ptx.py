@@ -56,11 +56,19 @@ def _load_one(path: Path) -> PtxRule:
         raise Malformed(f"patches/ptx/{path.name}: expect: {data['expect']!r} is not a count")
     ops = data["ops"] if data["ops"] == "all" else tuple(data["ops"])
     return PtxRule(
-        data["name"], tuple(data["sms"]), ops, data["pattern"], data["replacement"], data["expect"], files.sha256_bytes(text.encode())
+        data["name"],
+        tuple(data["sms"]),
+        ops,
+        data["pattern"],
+        data["replacement"],
+        data["expect"],
+        files.sha256_bytes(text.encode()),
     )
 
 
-def apply(text: str, rules: Sequence[PtxRule], variant: Variant, target: Target) -> tuple[str, dict[str, int]]:
+def apply(
+    text: str, rules: Sequence[PtxRule], variant: Variant, target: Target
+) -> tuple[str, dict[str, int]]:
     """Patched PTX, and how often each rule that applies replaced something.
 
     Raises:
@@ -74,7 +82,8 @@ def apply(text: str, rules: Sequence[PtxRule], variant: Variant, target: Target)
         if len(lines) != rule.expect:
             where = ", ".join(map(str, lines[:10])) or "none"
             raise RuleFailed(
-                f"PTX rule {rule.name}: {variant.key}.ptx for {target.arch}: expected {rule.expect} places, found {len(lines)} (lines {where})"
+                f"PTX rule {rule.name}: {variant.key}.ptx for {target.arch}: "
+                f"expected {rule.expect} places, found {len(lines)} (lines {where})"
             )
         text = re.sub(rule.pattern, rule.replacement, text)
         counts[rule.name] = len(lines)

@@ -15,7 +15,9 @@ _lock = threading.Lock()
 _stopping = threading.Event()
 
 
-def run(command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a tool to its end and return its exit status and output.
 
     Raises:
@@ -25,7 +27,13 @@ def run(command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None)
         if _stopping.is_set():
             raise BuildFailed("interrupted")
         child = subprocess.Popen(
-            list(command), cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            list(command),
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         _running.add(child)
     try:

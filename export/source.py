@@ -232,7 +232,9 @@ def _verify_folder(path: Path, pin: Upstream) -> list[Finding]:
         return [SubmoduleMissing(str(path)) if owner else EmptySource(str(path))]
     if not (path / "flashinfer" / "__init__.py").is_file():
         return [NotASource(str(path))]
-    empty = [SubmoduleMissing(str(path / name)) for name in _submodules(path) if not _has_entries(path / name)]
+    empty = [
+        SubmoduleMissing(str(path / name)) for name in _submodules(path) if not _has_entries(path / name)
+    ]
     return [*empty, *_version_findings(path, pin)]
 
 
@@ -288,7 +290,11 @@ def require(findings: Iterable[Finding], path: Path) -> None:
     """Raise ``SourceInvalid`` with every finding, if there is any."""
     lines = [str(finding) for finding in findings]
     if lines:
-        raise SourceInvalid(f"source {path}: " + "; ".join(lines[:20]) + (f"; and {len(lines) - 20} more" if len(lines) > 20 else ""))
+        raise SourceInvalid(
+            f"source {path}: "
+            + "; ".join(lines[:20])
+            + (f"; and {len(lines) - 20} more" if len(lines) > 20 else "")
+        )
 
 
 # --- getting it --------------------------------------------------------------------------------------------------------
@@ -307,7 +313,15 @@ def fetch_wheel(pin: Upstream, note: Callable[[str], None] = lambda _: None) -> 
     with files.staged_folder(target.parent) as stage:
         lock = stage / "requirements.txt"
         lock.write_text(f"{pin.name}=={pin.version} --hash=sha256:{pin.sha256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
         command += ["--require-hashes", "--only-binary", ":all:", "--dest", str(stage), "-r", str(lock)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         lock.unlink()
@@ -316,7 +330,9 @@ def fetch_wheel(pin: Upstream, note: Callable[[str], None] = lambda _: None) -> 
     return target
 
 
-def open_source(given: Path | None, pin: Upstream, note: Callable[[str], None] = lambda _: None) -> tuple[Source, Path]:
+def open_source(
+    given: Path | None, pin: Upstream, note: Callable[[str], None] = lambda _: None
+) -> tuple[Source, Path]:
     """The source a build reads from: ``given``, or the pinned wheel."""
     path = given or fetch_wheel(pin, note)
     return (wheel_source(path) if path.is_file() else folder_source(path, pin)), path
@@ -358,6 +374,9 @@ def write_pins(source: Source, pin: Upstream, sets: Mapping[Path, Iterable[str]]
     def store(path: Path, data: dict[str, Any]) -> None:
         files.write_atomic(path, (json.dumps(data, indent=1, sort_keys=True) + "\n").encode())
 
-    store(paths.kernels() / "upstream_listing.json", table(n for folder in pin.watched for n in source.names(folder)))
+    store(
+        paths.kernels() / "upstream_listing.json",
+        table(n for folder in pin.watched for n in source.names(folder)),
+    )
     for folder, names in sets.items():
         store(folder / "source_set.json", table(names))

@@ -94,7 +94,9 @@ class Op:
         """
         class_name = self.class_for(target)
         if class_name is None:
-            raise Unsupported(f"op {self.name}: target {target.name} has no class; supported: {', '.join(self.targets())}")
+            raise Unsupported(
+                f"op {self.name}: target {target.name} has no class; supported: {', '.join(self.targets())}"
+            )
         if why := self.excluded(class_name, axes):
             raise Unsupported(f"op {self.name}, class {class_name}: {why}")
         ordered = {axis: axes[axis] for axis in self.data["axes"]}
@@ -157,7 +159,9 @@ def load_op(folder: Path) -> Op:
         data = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise Malformed(f"{path.name} of {folder.name}: {error}") from error
-    found = sorted(jsonschema.Draft202012Validator(_schema()).iter_errors(data), key=lambda e: list(e.absolute_path))
+    found = sorted(
+        jsonschema.Draft202012Validator(_schema()).iter_errors(data), key=lambda e: list(e.absolute_path)
+    )
     if found:
         where = ".".join(str(part) for part in found[0].absolute_path) or "top level"
         raise Malformed(f"kernels/{folder.name}/kernel.yaml: {where}: {found[0].message}")
@@ -187,7 +191,9 @@ def parse_target(sm: str, retarget: str | None, ops: Sequence[Op], host: str = "
 
 def all_targets(ops: Sequence[Op]) -> list[str]:
     """The SMs that bundles are shipped for (no validation targets)."""
-    return sorted({sm for op in ops for cls in op.data["classes"].values() for sm in cls["sms"]}, key=_sm_order)
+    return sorted(
+        {sm for op in ops for cls in op.data["classes"].values() for sm in cls["sms"]}, key=_sm_order
+    )
 
 
 def _full_name(sm: str) -> str:

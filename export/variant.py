@@ -75,7 +75,13 @@ def _folder(key: str) -> Path:
 
 
 def build(
-    op: Op, variant: Variant, target: Target, inputs: VariantInputs, tree: Path, rules: Sequence[PtxRule], tools: Tools
+    op: Op,
+    variant: Variant,
+    target: Target,
+    inputs: VariantInputs,
+    tree: Path,
+    rules: Sequence[PtxRule],
+    tools: Tools,
 ) -> Built:
     """Build one variant and put it into the cache.
 
@@ -93,10 +99,21 @@ def build(
             raise BuildFailed(f"{variant.key}: entry {answer.entry} is not in the cubin")
         if patched.encode() == raw:
             _same_code(variant, program, elf.read((work / "dsl.cubin").read_bytes()))
-        limits.check(f"{variant.key} for {target.name}", target.arch, patched, assembled.static_smem, answer.dynamic_smem)
+        limits.check(
+            f"{variant.key} for {target.name}",
+            target.arch,
+            patched,
+            assembled.static_smem,
+            answer.dynamic_smem,
+        )
         host = (work / "host.o").read_bytes()
         _check_host(variant, host)
-        contents = {"raw.ptx": raw, "kernel.ptx": patched.encode(), "kernel.cubin": assembled.cubin, "host.o": host}
+        contents = {
+            "raw.ptx": raw,
+            "kernel.ptx": patched.encode(),
+            "kernel.cubin": assembled.cubin,
+            "host.o": host,
+        }
         entry = program.entries[answer.entry]
         record = Built(
             folder=Path(),
@@ -116,7 +133,9 @@ def build(
         (stage / "record.json").write_text(json.dumps(fields, sort_keys=True))
     found = cached(inputs.key)
     if found is None:
-        raise BuildFailed(f"{variant.key}: the cache at {_folder(inputs.key)} does not hold what was just written")
+        raise BuildFailed(
+            f"{variant.key}: the cache at {_folder(inputs.key)} does not hold what was just written"
+        )
     return found
 
 
@@ -144,11 +163,15 @@ def _compile(op: Op, variant: Variant, target: Target, tree: Path, tools: Tools,
     command = [sys.executable, "-m", "kernseal.export.cute_worker", str(work / "job.json")]
     done = run(command, work, _environment(work))
     if done.returncode:
-        raise BuildFailed(f"{variant.key} for {target.name}: CuTe DSL: {(done.stderr or done.stdout).strip()[-3000:]}")
+        raise BuildFailed(
+            f"{variant.key} for {target.name}: CuTe DSL: {(done.stderr or done.stdout).strip()[-3000:]}"
+        )
     answer = CuteAnswer.load(work / "answer.json")
     outside = [name for name in answer.modules if not (tree / name).is_file()]
     if outside:
-        raise BuildFailed(f"{variant.key}: the build imported files outside the source set: {', '.join(outside)}")
+        raise BuildFailed(
+            f"{variant.key}: the build imported files outside the source set: {', '.join(outside)}"
+        )
     return answer
 
 
@@ -159,9 +182,24 @@ def host_prefix(variant: Variant) -> str:
 
 def _environment(work: Path) -> dict[str, str]:
     """What the compiler sees of the caller's environment: nothing that could reach its output."""
-    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV") if name in os.environ}
-    home = {"HOME": str(work), "TMPDIR": str(work), "CUTE_DSL_CACHE_DIR": str(work), "XDG_CACHE_HOME": str(work)}
-    fixed = {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    kept = {
+        name: os.environ[name]
+        for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+        if name in os.environ
+    }
+    home = {
+        "HOME": str(work),
+        "TMPDIR": str(work),
+        "CUTE_DSL_CACHE_DIR": str(work),
+        "XDG_CACHE_HOME": str(work),
+    }
+    fixed = {
+        "LANG": "C.UTF-8",
+        "LC_ALL": "C.UTF-8",
+        "TZ": "UTC",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     return {**kept, **home, **fixed, "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
 
 
@@ -169,14 +207,19 @@ def _same_code(variant: Variant, ours: elf.Cubin, theirs: elf.Cubin) -> None:
     """Without a rule that changed the PTX, the pinned ptxas and the DSL's own must make the same program."""
     if ours.code_sha256 != theirs.code_sha256:
         raise BuildFailed(
-            f"{variant.key}: code of the assembled cubin ({ours.code_sha256}) is not that of the DSL's ({theirs.code_sha256}); "
+            f"{variant.key}: code of the assembled cubin ({ours.code_sha256}) is not that of the DSL's"
+            f" ({theirs.code_sha256}); "
             "the installed ptxas and CUTLASS DSL do not belong together"
         )
 
 
 def _check_host(variant: Variant, data: bytes) -> None:
     """The host object may import the driver shim's functions and nothing else; it must not carry a cubin."""
-    unknown = [name for name in elf.undefined_symbols(data) if not name.startswith("_cu") and name not in ALLOWED_IMPORTS]
+    unknown = [
+        name
+        for name in elf.undefined_symbols(data)
+        if not name.startswith("_cu") and name not in ALLOWED_IMPORTS
+    ]
     if unknown:
         raise BuildFailed(f"{variant.key}: host object imports {', '.join(unknown)}")
     if data.count(b"\x7fELF") != 1:

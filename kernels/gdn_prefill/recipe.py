@@ -61,7 +61,9 @@ def state(axes: Mapping[str, Any]) -> Any:
     return fake(CUTLASS[axes["state_dtype"]], (i32(), i32(), D, D), (i64(D), *inner))
 
 
-def delta_rule(upstream_class: Any, axes: Mapping[str, Any], cls: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+def delta_rule(
+    upstream_class: Any, axes: Mapping[str, Any], cls: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...]]:
     """SM90 and SM120 classes."""
     dtype, state_dtype = CUTLASS[axes["dtype"]], CUTLASS[axes["state_dtype"]]
     pooled, init, ckpt = axes["pooled"], axes["initial_state"], axes["checkpoints"]
@@ -87,8 +89,13 @@ def delta_rule(upstream_class: Any, axes: Mapping[str, Any], cls: Mapping[str, A
         output_state_indices_dtype=index_torch if pooled else None,
         **_row_alignment(upstream_class, dense_rows, init),
     )
-    tokens_first = lambda: fake(dtype, (i32(), D, i32()), (i64(D), 1, D))  # noqa: E731
-    dim_first = lambda: fake(dtype, (D, i32(), i32()), (1, i64(D), D))  # noqa: E731
+
+    def tokens_first() -> Any:
+        return fake(dtype, (i32(), D, i32()), (i64(D), 1, D))
+
+    def dim_first() -> Any:
+        return fake(dtype, (D, i32(), i32()), (1, i64(D), D))
+
     args = (
         tokens_first(),
         dim_first(),
@@ -122,7 +129,9 @@ def _row_alignment(upstream_class: Any, elements: int | None, init: bool) -> dic
     return {"state_row_align": elements, "init_state_row_align": elements if init else None}
 
 
-def blackwell(upstream_class: Any, axes: Mapping[str, Any], cls: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+def blackwell(
+    upstream_class: Any, axes: Mapping[str, Any], cls: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...]]:
     """The chunked class for SM100 and SM103, with head counts kept dynamic."""
     dtype, state_dtype = CUTLASS[axes["dtype"]], CUTLASS[axes["state_dtype"]]
     pooled, init, ckpt = axes["pooled"], axes["initial_state"], axes["checkpoints"]
@@ -145,8 +154,13 @@ def blackwell(upstream_class: Any, axes: Mapping[str, Any], cls: Mapping[str, An
         state_stride_divisibility=D if pooled and axes["state_layout"] == "hvk" else 1,
         use_output_state_indices=pooled,
     )
-    heads = lambda: fake(dtype, (i32(), i32(), D), (i64(D), D, 1))  # noqa: E731
-    gate = lambda: fake(cutlass.Float32, (i32(), i32()), (i64(1), 1), 16)  # noqa: E731
+
+    def heads() -> Any:
+        return fake(dtype, (i32(), i32(), D), (i64(D), D, 1))
+
+    def gate() -> Any:
+        return fake(cutlass.Float32, (i32(), i32()), (i64(1), 1), 16)
+
     args = (
         heads(),
         heads(),
