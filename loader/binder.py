@@ -54,15 +54,16 @@ class Binder:
         return values
 
     def _fill_sizes(self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]) -> None:
-        for field, operand, dimension, extra, rank in self._sources:
+        for field, sources in self._sources:
             if field not in args:
-                view = views.get(operand)
-                if view is not None:
-                    shape = view[3]
-                    if rank is None:
-                        values[field] = _byte_count(operand, view)
-                    elif len(shape) == rank:
-                        values[field] = shape[dimension] - extra
+                for operand, dimension, extra, rank in sources:
+                    view = views.get(operand)
+                    if view is not None:
+                        if rank is None:
+                            values[field] = _byte_count(operand, view)
+                        elif len(view[3]) == rank:
+                            values[field] = view[3][dimension] - extra
+                        break
 
     def _check(self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]) -> None:
         sizes = {**values, **self._derive(values)}
@@ -130,18 +131,22 @@ class _Expected:
             )
 
 
+Source = tuple[str, int, int, "int | None"]
+"""Where a size shows: operand, dimension, what to subtract, and the operand's rank (None: its bytes count)."""
+
+
 def _size_sources(
     operands: Mapping[str, Operand], fields: Mapping[str, Any]
-) -> list[tuple[str, str, int, int, int | None]]:
-    """For each size field the first operand that shows it: field, operand, dimension, excess, rank."""
-    found: dict[str, tuple[str, str, int, int, int | None]] = {}
+) -> list[tuple[str, tuple[Source, ...]]]:
+    """For each size field the operands that show it, in the order in which they are asked."""
+    found: dict[str, list[Source]] = {}
     for name, operand in operands.items():
         rank = None if operand.dtype == _BYTES else len(operand.shape)
         for dimension, symbol in enumerate(operand.shape):
             field, _, extra = symbol.partition("+")
             if field in fields:
-                found.setdefault(field, (field, name, dimension, int(extra or 0), rank))
-    return list(found.values())
+                found.setdefault(field, []).append((name, dimension, int(extra or 0), rank))
+    return [(field, tuple(sources)) for field, sources in found.items()]
 
 
 def _byte_count(name: str, view: View) -> int:

@@ -30,6 +30,7 @@ def _operands(config: Mapping[str, Any]) -> dict[str, Operand]:
     state = (rows, "o_heads", "head_dim", "head_dim")
     seqs, ends = ("num_seqs",), ("num_seqs+1",)
     return {
+        "cu_seqlens": Operand("index_dtype", ends),
         "q": Operand("dtype", ("total_tokens", "num_q_heads", "head_dim"), "q_token_stride"),
         "k": Operand("dtype", ("total_tokens", "num_k_heads", "head_dim"), "k_token_stride"),
         "v": Operand("dtype", ("total_tokens", "num_v_heads", "head_dim"), "v_token_stride"),
@@ -38,7 +39,6 @@ def _operands(config: Mapping[str, Any]) -> dict[str, Operand]:
         "beta": Operand("f32", ("total_tokens", "o_heads")),
         "initial_state": Operand("state_dtype", state, "initial_state_stride" if pooled else None),
         "final_state": Operand("state_dtype", state, "final_state_stride" if pooled else None),
-        "cu_seqlens": Operand("index_dtype", ends),
         "state_indices": Operand("index_dtype", seqs),
         "output_state_indices": Operand("index_dtype", seqs),
         "checkpoints": Operand("state_dtype", ("total_checkpoints", "o_heads", "head_dim", "head_dim")),

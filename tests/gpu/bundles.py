@@ -1,0 +1,29 @@
+"""Which bundles the GPU programs run on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kernseal.loader.bundle import Bundle, open_bundle
+from kernseal.loader.policy import Policy
+
+ROOT = Path(__file__).resolve().parents[2]
+DIST = Path(os.environ.get("KERNSEAL_DIST", ROOT / "dist"))
+BUNDLES = {"sm90": "sm_90a-linux-x86_64", "sm120_on_sm90": "sm_120a-on-sm_90a-linux-x86_64"}
+"""The shipped product for this GPU, and the SM120 class rebuilt for it."""
+
+
+def policy() -> Policy:
+    """The committed pins and keys, or the public key in ``KERNSEAL_TRUST_KEY``."""
+    key = os.environ.get("KERNSEAL_TRUST_KEY")
+    return Policy.from_options(keys=[Path(key)]) if key else Policy.default()
+
+
+def folder(name: str) -> Path:
+    return DIST / BUNDLES[name]
+
+
+def open_by_name(name: str) -> Bundle:
+    """Open the bundle called ``name``; see ``open_bundle`` for what can go wrong."""
+    return open_bundle(folder(name), policy=policy(), allow_validation="-on-" in BUNDLES[name])

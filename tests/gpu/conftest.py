@@ -1,0 +1,73 @@
+"""Which bundles the GPU tests run on, why a test is skipped, and the report of what was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu.bundles import BUNDLES, folder, open_by_name
+from gpu.provenance import provenance
+
+_measured: dict[str, Any] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Any:
+    """torch, on a machine whose GPU 0 is an SM 9.0."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    capability = torch.cuda.get_device_capability(0)
+    if capability != (9, 0):
+        pytest.skip(f"GPU 0 is SM {capability[0]}.{capability[1]}; these bundles are for SM 9.0")
+    torch.cuda.set_device(0)
+    torch.zeros(1, device="cuda")
+    return torch
+
+
+@pytest.fixture(scope="session", params=list(BUNDLES))
+def bundle(request: pytest.FixtureRequest, gpu: Any) -> Iterator[Any]:
+    path = folder(request.param)
+    if not path.is_dir():
+        pytest.skip(f"no bundle {path.name}: build it first (see docs/results-gdn-prefill.md)")
+    with open_by_name(request.param) as opened:
+        yield opened
+        gpu.cuda.synchronize()
+
+
+@pytest.fixture
+def bundle_name(bundle: Any) -> str:
+    return next(name for name, path in BUNDLES.items() if Path(bundle.path).name == path)
+
+
+@pytest.fixture
+def measure(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Keep numbers for the report, under the test's name."""
+
+    def keep(**values: Any) -> None:
+        _measured.setdefault(request.node.name, {}).update(values)
+
+    return keep
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    target = os.environ.get("KERNSEAL_REPORT")
+    if target and _measured:
+        report = {
+            **provenance(),
+            "exit": int(exitstatus),
+            "tests": session.testscollected,
+            "measured": _measured,
+        }
+        Path(target).write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
