@@ -1,0 +1,193 @@
+/* libcuda.so.1 without a GPU: the driver functions that kernseal and its examples call, each recorded. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "recorder.h"
+
+extern _Thread_local int fake_pushed;
+extern int fake_capturing;
+int fake_device_count(void);
+
+struct launch_config {
+    uint32_t grid[3], block[3], smem;
+    void *stream;
+    void *attributes;
+    uint32_t attribute_count;
+};
+
+#define INJECT(name)                                                                                                       \
+    do {                                                                                                                   \
+        int code_ = fake_injected(name);                                                                                   \
+        if (code_ != 0)                                                                                                    \
+            return code_;                                                                                                  \
+    } while (0)
+
+int cuInit(unsigned flags) {
+    INJECT("cuInit");
+    fake_record("cuInit", "\"flags\": %u", flags);
+    return 0;
+}
+
+int cuDeviceGetCount(int *count) {
+    INJECT("cuDeviceGetCount");
+    *count = fake_device_count();
+    return 0;
+}
+
+int cuDeviceGet(int *device, int ordinal) {
+    *device = ordinal;
+    return ordinal < fake_device_count() ? 0 : 101;
+}
+
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    INJECT("cuDeviceGetAttribute");
+    return fake_device_attribute(value, attribute, device);
+}
+
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    INJECT("cuDevicePrimaryCtxRetain");
+    fake_record("cuDevicePrimaryCtxRetain", "\"device\": %d", device);
+    *context = (void *)(uintptr_t)(0x1000 + device);
+    return 0;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int device) {
+    fake_record("cuDevicePrimaryCtxRelease", "\"device\": %d", device);
+    return 0;
+}
+
+int cuCtxGetDevice(int *device) {
+    INJECT("cuCtxGetDevice");
+    return fake_current_device(device);
+}
+
+int cuCtxPushCurrent_v2(void *context) {
+    INJECT("cuCtxPushCurrent");
+    fake_pushed = (int)((uintptr_t)context - 0x1000);
+    return 0;
+}
+
+int cuCtxPopCurrent_v2(void **context) {
+    *context = (void *)(uintptr_t)(0x1000 + fake_pushed);
+    fake_pushed = -1;
+    return 0;
+}
+
+int cuCtxSetCurrent(void *context) {
+    fake_set_current((int)((uintptr_t)context - 0x1000));
+    return 0;
+}
+
+int cuCtxSynchronize(void) { return 0; }
+
+int cuGetErrorName(int code, const char **name) {
+    *name = code == 900   ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+            : code == 209 ? "CUDA_ERROR_NO_BINARY_FOR_GPU"
+            : code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+                          : NULL;
+    return *name != NULL ? 0 : 1;
+}
+
+int cuGetErrorString(int code, const char **string) {
+    *string = code == 209 ? "no kernel image is available for execution on the device" : NULL;
+    return *string != NULL ? 0 : 1;
+}
+
+int cuStreamIsCapturing(void *stream, int *status) {
+    (void)stream;
+    INJECT("cuStreamIsCapturing");
+    *status = fake_capturing;
+    return 0;
+}
+
+int cuLibraryLoadData(struct fake_library **library, const void *image, void *a, void *b, unsigned c, void *d, void *e,
+                      unsigned f) {
+    (void)a, (void)b, (void)c, (void)d, (void)e, (void)f;
+    INJECT("cuLibraryLoadData");
+    return fake_load(library, image);
+}
+
+#ifndef FAKE_OMIT_UNLOAD
+int cuLibraryUnload(struct fake_library *library) {
+    library->loaded = 0;
+    fake_record("unload", "\"first_byte\": %u", library->head[0]);
+    INJECT("cuLibraryUnload");
+    return 0;
+}
+#endif
+
+int cuLibraryGetKernel(struct fake_kernel **kernel, struct fake_library *library, const char *name) {
+    INJECT("cuLibraryGetKernel");
+    return fake_get_kernel(kernel, library, name);
+}
+
+int cuKernelGetFunction(void **function, struct fake_kernel *kernel) {
+    INJECT("cuKernelGetFunction");
+    int device = -1;
+    int code = fake_current_device(&device);
+    fake_record("cuKernelGetFunction", "\"kernel\": \"%s\", \"device\": %d", kernel->name, device);
+    *function = kernel;
+    return code;
+}
+
+int cuKernelGetAttribute(int *value, int attribute, struct fake_kernel *kernel, int device) {
+    INJECT("cuKernelGetAttribute");
+    return fake_kernel_attribute(value, attribute, kernel, device);
+}
+
+int cuKernelSetAttribute(int attribute, int value, struct fake_kernel *kernel, int device) {
+    INJECT("cuKernelSetAttribute");
+    return fake_set_kernel_attribute(attribute, value, kernel, device);
+}
+
+int cuLaunchKernelEx(const struct launch_config *config, struct fake_kernel *kernel, void **params, void **extra) {
+    (void)extra;
+    INJECT("cuLaunchKernelEx");
+    struct fake_launch launch = {.smem = config->smem,
+                                 .stream = config->stream,
+                                 .attributes = config->attributes,
+                                 .attribute_count = config->attribute_count};
+    memcpy(launch.grid, config->grid, sizeof launch.grid);
+    memcpy(launch.block, config->block, sizeof launch.block);
+    return fake_launch(&launch, kernel, params);
+}
+
+/* Stores its arguments readably instead of the hardware's encoding. */
+int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *sizes, const uint64_t *strides,
+                           const uint32_t *box, const uint32_t *element_strides, int interleave, int swizzle, int promotion,
+                           int fill) {
+    INJECT("cuTensorMapEncodeTiled");
+    uint64_t words[16] = {(uintptr_t)address, sizes[0], rank > 1 ? sizes[1] : 0, rank > 1 ? strides[0] : 0, box[0],
+                          element_strides[0]};
+    uint32_t numbers[] = {(uint32_t)type, rank, (uint32_t)interleave, (uint32_t)swizzle, (uint32_t)promotion, (uint32_t)fill};
+    memcpy(words + 8, numbers, sizeof numbers);
+    memcpy(map, words, sizeof words);
+    return 0;
+}
+
+/* Device memory is host memory. */
+int cuMemAlloc_v2(uint64_t *address, size_t size) {
+    void *memory = aligned_alloc(256, (size + 255) / 256 * 256);
+    *address = (uintptr_t)memory;
+    return memory != NULL ? 0 : 2;
+}
+
+int cuMemFree_v2(uint64_t address) {
+    free((void *)(uintptr_t)address);
+    return 0;
+}
+
+int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size) {
+    memcpy((void *)(uintptr_t)to, from, size);
+    return 0;
+}
+
+int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size) {
+    memcpy(to, (const void *)(uintptr_t)from, size);
+    return 0;
+}
+
+int cuStreamSynchronize(void *stream) {
+    (void)stream;
+    return 0;
+}

@@ -1,0 +1,72 @@
+"""libkernseal.so and a folder with its images, made of test objects, and called through cffi."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cffi
+from cpu.fake_driver.native import STRICT, ZIG, compile_c
+from kernseal.abi import library, model
+from kernseal.abi.library import VariantRecord
+
+ABI = model.load()
+
+
+def build_library(
+    sm: str,
+    retarget: str | None,
+    variants: Sequence[tuple[VariantRecord, Path, bytes]],
+    folder: Path,
+    command: Sequence[str] = ZIG,
+) -> Path:
+    """Link the library of ``variants`` (record, host object, image) and lay out their images beside it."""
+    generated = folder / "generated"
+    sources = library.library_sources(sm, retarget, [record for record, _, _ in variants], generated)
+    for record, _, image in variants:
+        path = folder / record.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image)
+    flags = [*STRICT, "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden"]
+    flags += [f"-I{d}" for d in library.include_dirs()]
+    flags.append(f"-Wl,--version-script,{library.version_script()}")
+    objects = [host for _, host, _ in variants]
+    return compile_c(command, [*sources, *objects], folder / "libkernseal.so", *flags)
+
+
+class Kernseal:
+    """One libkernseal.so with a bundle open."""
+
+    def __init__(self, path: Path, flags: int = 0) -> None:
+        self.ffi = cffi.FFI()
+        self.ffi.cdef(library.cdef())
+        self.c: Any = self.ffi.dlopen(str(path))
+        out = self.ffi.new("kseal_bundle **")
+        folder = self.ffi.new("char[]", str(path.parent).encode())
+        args = self.struct("kseal_open_args", abi_version=self.c.KSEAL_ABI_VERSION, flags=flags, bundle_path=folder)
+        assert self.c.kseal_open(args, out) == 0, self.error()
+        self.bundle = out[0]
+
+    def struct(self, name: str, **fields: Any) -> Any:
+        made = self.ffi.new(f"{name} *", {"struct_size": self.ffi.sizeof(name), **fields})
+        return made
+
+    def error(self) -> str:
+        text = self.ffi.string(self.c.kseal_last_error())
+        assert isinstance(text, bytes)
+        return text.decode()
+
+    def config(self, op: str, axes: Mapping[str, str | bool], device: int = -1) -> Any:
+        described = ABI.op(op)
+        values = {a.name: a.values[model.axis_key(axes[a.name])] for a in described.axes}
+        return self.struct(f"kseal_{op}_config", device=device, **values)
+
+    def prepare(self, op: str, axes: Mapping[str, str | bool], device: int = -1) -> Any:
+        out = self.ffi.new(f"kseal_{op} **")
+        status = getattr(self.c, f"kseal_{op}_prepare")(self.bundle, self.config(op, axes, device), out)
+        assert status == 0, self.error()
+        return out[0]
+
+    def close(self) -> None:
+        self.c.kseal_close(self.bundle)
