@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from securesystemslib.dsse import Envelope
-from securesystemslib.exceptions import VerificationError
+from securesystemslib.exceptions import UnverifiedSignatureError
 from securesystemslib.signer import Signature, SSlibKey
 
 from . import canonical
@@ -95,7 +95,7 @@ def public_key(keyid: str) -> SSlibKey:
 def _verifies(keyid: str, signature: Signature, pae: bytes) -> bool:
     try:
         public_key(keyid).verify_signature(signature, pae)
-    except (VerificationError, ValueError):  # ValueError: bytes that are no curve point
+    except (UnverifiedSignatureError, ValueError):  # ValueError: bytes that are no curve point
         return False
     return True
 

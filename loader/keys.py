@@ -23,7 +23,8 @@ MAX_BYTES = 64 << 10
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 _TIME_RULE = "a time such as 2030-01-31T00:00:00Z"
-_NEVER = datetime(1, 1, 1, tzinfo=timezone.utc)
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_FOREVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=timezone.utc)
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class PublicKey:
 
     name: str
     keyid: str
-    valid_from: datetime
-    valid_until: datetime
+    valid_from: datetime = _EPOCH
+    valid_until: datetime = _FOREVER
     revoked: tuple[datetime, str] | None = None
 
     def refusal(self, path: str, now: datetime) -> Violation | None:
@@ -188,10 +189,10 @@ def write_time(value: datetime) -> str:
 def _time(field: Cursor) -> datetime:
     text = field.text(_TIME, _TIME_RULE)
     try:
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc) if text else _NEVER
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc) if text else _EPOCH
     except ValueError:  # the thirty-first of February
         field.refuse(_TIME_RULE)
-        return _NEVER
+        return _EPOCH
 
 
 def _revocation(field: Cursor) -> tuple[datetime, str] | None:

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import canonical
@@ -116,19 +116,18 @@ def parse_statement(data: bytes, name: str = FILE) -> Statement:
     return statement
 
 
-def without_git(document: Mapping[str, Any]) -> dict[str, Any]:
+def without_git(statement: Statement) -> Statement:
     """The statement less its git commit and dirty state.
 
     The pins live in the commit that the statement names, so they cannot cover its name.
     """
-    result: dict[str, Any] = copy.deepcopy(dict(document))
-    result["predicate"]["buildDefinition"]["internalParameters"]["git"] = {"commit": None, "dirty": False}
-    return result
+    document = _document_without_git(statement.document)
+    return replace(statement, commit=None, dirty=False, document=document)
 
 
 def statement_digest(document: Mapping[str, Any]) -> str:
     """What pins record of a statement: SHA-256 of its canonical bytes without git commit and dirty state."""
-    return hashlib.sha256(canonical.dumps(without_git(document))).hexdigest()
+    return hashlib.sha256(canonical.dumps(_document_without_git(document))).hexdigest()
 
 
 def version_order(version: str) -> tuple[int, int, int, int]:
@@ -220,3 +219,9 @@ def _version(field: Cursor) -> str:
     builder = field.fields("builder", more=True)["builder"].fields("id", "version", more=True)
     builder["id"].text(_PLAIN, "a URI")
     return builder["version"].fields("kernseal", more=True)["kernseal"].text(VERSION, "a version X.Y.Z")
+
+
+def _document_without_git(document: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = copy.deepcopy(dict(document))
+    result["predicate"]["buildDefinition"]["internalParameters"]["git"] = {"commit": None, "dirty": False}
+    return result

@@ -106,10 +106,8 @@ _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 def _read_dlpack(value: Any, stream: int) -> View:
     kind, _ = value.__dlpack_device__()
-    if int(kind) in _DLPACK_CUDA:
-        capsule = value.__dlpack__(stream=stream or _DLPACK_LEGACY_STREAM)
-    else:
-        capsule = value.__dlpack__()
+    on_cuda = int(kind) in _DLPACK_CUDA
+    capsule = value.__dlpack__(**({"stream": stream or _DLPACK_LEGACY_STREAM} if on_cuda else {}))
     # The capsule is not consumed: when it goes, its producer takes the description back. The memory is the
     # caller's.
     address = _capsule_pointer(capsule, b"dltensor")

@@ -50,8 +50,8 @@ class VerifiedBundle:
     Attributes:
         path: where it was; nothing needs to be read from there again for the files that were kept.
         target: ``sm_90a``, or ``sm_120a-on-sm_90a`` for a retargeted validation bundle.
-        document: the statement as far as it is vouched for. Pins cannot cover the git state (they live in the
-            commit it names), so without trusted signatures it reads ``{"commit": None, "dirty": False}``.
+        statement: the manifest as far as it is vouched for. Pins cannot cover the git state (they live in the
+            commit it names): without trusted signatures, ``commit`` is None and ``dirty`` is False.
         manifest_sha256: of the manifest's bytes.
         trusted_by: what vouched: ``pins:<lock file>`` and/or ``key:<name>``.
         files: SHA-256 of every file, by path.
@@ -60,7 +60,6 @@ class VerifiedBundle:
     path: str
     target: str
     statement: Statement
-    document: Mapping[str, Any]
     manifest_sha256: str
     trusted_by: tuple[str, ...]
     files: Mapping[str, str]
@@ -125,8 +124,7 @@ def verify_bundle(
     return VerifiedBundle(
         path=os.fspath(path),
         target=statement.target,
-        statement=statement,
-        document=statement.document if by_key else without_git(statement.document),
+        statement=statement if by_key else without_git(statement),
         manifest_sha256=hashlib.sha256(manifest).hexdigest(),
         trusted_by=trusted_by,
         files=contents.hashes,
@@ -161,7 +159,7 @@ def verify_report(
         "version": bundle.statement.version,
         "abi_version": bundle.statement.abi_version,
         "manifest_sha256": bundle.manifest_sha256,
-        "git": bundle.document["predicate"]["buildDefinition"]["internalParameters"]["git"],
+        "git": {"commit": bundle.statement.commit, "dirty": bundle.statement.dirty},
         "variants": len(bundle.statement.kernels),
         "files": len(bundle.files),
     }

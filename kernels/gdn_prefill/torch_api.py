@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+
 from kernseal.loader.bundle import Bundle
 from kernseal.loader.errors import Capturing, InvalidArgument, NotPrepared, Unsupported
 from kernseal.loader.op import Op

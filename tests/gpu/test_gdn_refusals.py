@@ -147,7 +147,7 @@ def test_a_retargeted_bundle_needs_to_be_asked_for(gpu: Any) -> None:
     path = DIST / "sm_120a-on-sm_90a-linux-x86_64"
     if not path.is_dir():
         pytest.skip(f"no bundle {path.name}")
-    with pytest.raises(KernsealError, match=r"(?i)validation"):
+    with pytest.raises(WrongSm, match=r"(?i)validation"):
         open_bundle(path, policy=policy())
 
 

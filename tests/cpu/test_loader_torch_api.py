@@ -1,0 +1,128 @@
+"""``chunk_gated_delta_rule`` up to the call: which memory and which rows it hands on, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from kernseal.kernels.gdn_prefill.torch_api import _packed, _pooled, chunk_gated_delta_rule  # noqa: E402
+from kernseal.loader.errors import InvalidArgument, Unsupported  # noqa: E402
+
+CPU = torch.device("cpu")
+SHAPE = (3, 2, 128, 128)
+
+
+def hkv(*shape: int) -> torch.Tensor:
+    """The [.., V, K] view of [.., K, V] memory."""
+    return torch.zeros(shape).transpose(-1, -2)
+
+
+def test_packed_without_states_allocates_float32_hvk() -> None:
+    states = _packed(None, None, SHAPE, CPU)
+    assert states.initial is None and not states.transposed
+    assert states.final.shape == SHAPE and states.final.dtype == torch.float32
+    assert states.read_rows is None and states.write_rows is None
+
+
+def test_packed_allocates_in_the_order_and_type_of_the_initial_state() -> None:
+    initial = hkv(*SHAPE).to(torch.bfloat16)
+    states = _packed(initial, None, SHAPE, CPU)
+    assert states.transposed and states.final.dtype == torch.bfloat16
+    assert states.initial is not None and states.initial.is_contiguous() and states.final.is_contiguous()
+    assert states.initial.data_ptr() == initial.data_ptr()
+    assert states.logical_final.shape == SHAPE and states.logical_final.stride(-2) == 1
+
+
+def test_packed_writes_to_the_memory_it_is_given() -> None:
+    final = hkv(*SHAPE)
+    states = _packed(None, final, SHAPE, CPU)
+    assert states.transposed and states.final.is_contiguous()
+    assert states.final.data_ptr() == states.logical_final.data_ptr() == final.data_ptr()
+
+
+def test_two_memory_orders_in_one_call_are_refused() -> None:
+    with pytest.raises(Unsupported, match="memory order"):
+        _packed(hkv(*SHAPE), torch.zeros(SHAPE), SHAPE, CPU)
+
+
+def test_a_state_with_neither_v_nor_k_contiguous_is_refused() -> None:
+    with pytest.raises(Unsupported, match="V or K must be contiguous"):
+        _packed(torch.zeros(3, 2, 128, 256)[..., ::2], None, SHAPE, CPU)
+    with pytest.raises(InvalidArgument, match="initial_state: shape"):
+        _packed(torch.zeros(3, 128, 128), None, SHAPE, CPU)
+
+
+ROWS = torch.tensor([4, 1, 2], dtype=torch.int32)
+POOL, OTHER = torch.zeros(5, 2, 128, 128), torch.ones(5, 2, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("initial", "final", "write", "expected"),
+    [
+        (POOL, POOL, None, (POOL, POOL, [4, 1, 2], None)),
+        (POOL, OTHER, None, (POOL, OTHER, [4, 1, 2], None)),
+        (POOL, OTHER, [0, 3, -1], (POOL, OTHER, [4, 1, 2], [0, 3, -1])),
+        (POOL, None, None, (POOL, POOL, [4, 1, 2], [-1, -1, -1])),
+        (None, OTHER, None, (OTHER, OTHER, [-1, -1, -1], [4, 1, 2])),
+        (None, OTHER, [0, 3, -1], (OTHER, OTHER, [-1, -1, -1], [0, 3, -1])),
+    ],
+    ids=["in place", "other pool", "other rows", "read only", "write only", "write only, other rows"],
+)
+def test_pools_and_rows(initial: Any, final: Any, write: list[int] | None, expected: tuple[Any, ...]) -> None:
+    rows = None if write is None else torch.tensor(write, dtype=torch.int32)
+    states = _pooled(initial, final, ROWS, rows, torch.int64)
+    source, target, reads, writes = expected
+    assert states.initial is source and states.final is target
+    assert states.read_rows is not None and states.read_rows.dtype == torch.int64
+    assert states.read_rows.tolist() == reads
+    assert (None if states.write_rows is None else states.write_rows.tolist()) == writes
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"use_qk_l2norm_in_kernel": True}, "use_qk_l2norm_in_kernel: not supported; normalise"),
+        ({"use_cp": True}, "use_cp: not supported"),
+        ({"_cp_chunk_len": 128}, "use_cp: not supported"),
+        ({"backend": "cudnn"}, "backend: not supported; supported: auto, flashinfer"),
+        ({"gate_domain": "log"}, r"gate_domain: not supported; pass exp\(g\)"),
+        ({"use_gate_in_kernel": True}, "use_gate_in_kernel: not supported"),
+        ({"A_log": torch.zeros(1)}, "use_gate_in_kernel: not supported"),
+        ({"dt_bias": torch.zeros(1)}, "use_gate_in_kernel: not supported"),
+        ({"beta_is_logit": True}, "beta_is_logit: not supported"),
+        ({"checkpoint_state_indices": ROWS}, "checkpoint_state_indices: not supported"),
+        ({"prefix_lens": ROWS}, "prefix_lens: not supported"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_the_kernels_do_not_do_is_refused(change: dict[str, Any], words: str) -> None:
+    q = torch.zeros(4, 2, 128, dtype=torch.bfloat16)
+    with pytest.raises(Unsupported, match=words):
+        chunk_gated_delta_rule(q, q, q, cu_seqlens=torch.tensor([0, 4]), **change)
+
+
+def test_arguments_that_need_each_other() -> None:
+    q = torch.zeros(4, 2, 128, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 4])
+    with pytest.raises(InvalidArgument, match="cu_seqlens: missing"):
+        chunk_gated_delta_rule(q, q, q)
+    with pytest.raises(InvalidArgument, match="output_state_indices: needs state_indices"):
+        chunk_gated_delta_rule(q, q, q, cu_seqlens=ends, output_state_indices=ROWS)
+    with pytest.raises(InvalidArgument, match="output_state: must be the pool"):
+        chunk_gated_delta_rule(q, q, q, cu_seqlens=ends, state_indices=ROWS, output_final_state=True)
+
+
+def test_the_arguments_are_flashinfers_in_its_order() -> None:
+    import inspect
+
+    names = list(inspect.signature(chunk_gated_delta_rule).parameters)
+    assert names == [
+        *("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "cu_seqlens"),
+        *("use_qk_l2norm_in_kernel", "output", "output_state", "state_checkpoints", "checkpoint_cu_starts"),
+        *("checkpoint_every_n_tokens", "use_cp", "state_indices", "_cp_chunk_len", "backend", "max_seqlen"),
+        *("gate_domain", "use_gate_in_kernel", "A_log", "dt_bias", "beta_is_logit", "cu_seqlens_cpu"),
+        *("output_state_indices", "checkpoint_state_indices", "prefix_lens"),
+    ]
