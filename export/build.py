@@ -179,6 +179,7 @@ def _compile(made: Plan, missing: Sequence[Planned], options: Options, report: R
         except BaseException:
             run.stop_all()
             pool.shutdown(wait=True, cancel_futures=True)
+            run.allow()
             raise
     return built
 

@@ -86,3 +86,7 @@ for _command in (
     commands_trust.doctor,
 ):
     main.add_command(_command)
+
+
+if __name__ == "__main__":
+    main()

@@ -44,8 +44,13 @@ def run(
     return subprocess.CompletedProcess(list(command), child.returncode, out, err)
 
 
+def allow() -> None:
+    """Let tools start again, once those that were stopped have ended."""
+    _stopping.clear()
+
+
 def stop_all() -> None:
-    """Kill every tool that is running and start no more."""
+    """Kill every tool that is running and start no more until ``allow``."""
     _stopping.set()
     with _lock:
         for child in _running:
