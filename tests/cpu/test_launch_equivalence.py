@@ -18,8 +18,6 @@ pytestmark = pytest.mark.slow
 
 D = 128
 CASES = 60
-SET_BYTES = {128: 64, 8: 8, 4: 4}
-"""Of a parameter of this size, at least so many bytes must be set; of others all but four bytes of padding."""
 Axes = Mapping[str, Any]
 
 VARIANTS: list[tuple[str, str | None, dict[str, str | bool]]] = [
@@ -71,7 +69,9 @@ def random_problem(rng: random.Random, axes: Axes, gqa: bool, workspace_bytes: i
     seqs = rng.choice([1, 2, 7, rng.randrange(1, 2**31 // (h * D * D))])
     pooled, checkpoints = axes["pooled"], axes["checkpoints"]
     dense = {"q": heads[0] * D, "k": heads[1] * D, "v": heads[2] * D, "o": h * D}
-    strides = {f"{n}_token_stride": rng.choice([0, s, s + 128 * rng.randrange(1, 50)]) for n, s in dense.items()}
+    strides = {
+        f"{n}_token_stride": rng.choice([0, s, s + 128 * rng.randrange(1, 50)]) for n, s in dense.items()
+    }
     if pooled:
         for name in ("initial_state_stride", "final_state_stride"):
             strides[name] = rng.choice([0, h * D * D, h * D * D + 128 * rng.randrange(1, 999)])
@@ -199,6 +199,13 @@ def blackwell_arguments(p: Problem, axes: Axes) -> dict[str, Tensor | Scalar]:
     }
 
 
+def _is_padding(mask: bytes) -> bool:
+    """Whether what is unset can be: the second half of a tensor map, words between fields, nothing of a number."""
+    if len(mask) == 128:
+        return all(mask[:64])
+    return mask.count(0) <= (8 if len(mask) > 8 else 0)
+
+
 ARGUMENTS = {"sm90": delta_rule_arguments, "sm120": delta_rule_arguments, "sm100": blackwell_arguments}
 
 
@@ -236,7 +243,7 @@ def test_our_launch_is_cutes_launch(
         run_ours(library, handle, problem)
         ours = gpu.log("launch")[-1]
         expected, masks = reference.launch(gpu, ARGUMENTS[class_name](problem, axes))
-        assert all(all(m[:SET_BYTES.get(len(m), len(m) - 4)]) for m in masks)
+        assert all(_is_padding(m) for m in masks)
         assert masked(ours, masks) == masked(expected, masks), f"case {case}: {problem}"
         assert ours["kernel"] == made.answer.entry
         assert len(ours["params"]) == len(made.param_sizes())

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernseal.h"
+#include "abi.h"
 
 struct test {
     const char *name;

@@ -127,7 +127,9 @@ def compiled(sm: str, retarget: str | None = None, **changes: str | bool) -> Hos
     return HostObject(target, variant, CuteAnswer.load(folder / "answer.json"), folder)
 
 
-def _compile(op: spec.Op, variant: spec.Variant, target: spec.Target, planned: build.Plan, folder: Path) -> None:
+def _compile(
+    op: spec.Op, variant: spec.Variant, target: spec.Target, planned: build.Plan, folder: Path
+) -> None:
     with tempfile.TemporaryDirectory(prefix="kernseal-test-") as name:
         work = Path(name)
         opened, _ = source.open_source(None, source.upstream())
@@ -175,5 +177,3 @@ def header_arguments(header: str) -> list[tuple[str, int, int]]:
 def _count(body: str, field: str) -> int:
     match = re.search(rf"{field}\[(\d+)\]", body)
     return int(match[1]) if match else 0
-
-

@@ -44,7 +44,9 @@ class Kernseal:
         self.c: Any = self.ffi.dlopen(str(path))
         out = self.ffi.new("kseal_bundle **")
         folder = self.ffi.new("char[]", str(path.parent).encode())
-        args = self.struct("kseal_open_args", abi_version=self.c.KSEAL_ABI_VERSION, flags=flags, bundle_path=folder)
+        args = self.struct(
+            "kseal_open_args", abi_version=self.c.KSEAL_ABI_VERSION, flags=flags, bundle_path=folder
+        )
         assert self.c.kseal_open(args, out) == 0, self.error()
         self.bundle = out[0]
 

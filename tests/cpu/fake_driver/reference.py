@@ -35,7 +35,9 @@ def params_of(launch: Mapping[str, Any]) -> list[bytes]:
 
 def masked(launch: Mapping[str, Any], masks: list[bytes]) -> dict[str, Any]:
     """The launch without the bytes that nobody set."""
-    params = [bytes(a & b for a, b in zip(p, m, strict=True)) for p, m in zip(params_of(launch), masks, strict=True)]
+    params = [
+        bytes(a & b for a, b in zip(p, m, strict=True)) for p, m in zip(params_of(launch), masks, strict=True)
+    ]
     return {**launch, "params": [p.hex() for p in params]}
 
 
@@ -45,7 +47,9 @@ class Reference:
     def __init__(self, made: HostObject, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         runtime = toolchain.dsl_runtime_path().with_name("libcuda_dialect_runtime_static.a")
-        library = compile_c(ZIG, [made.theirs, runtime], folder / "reference.so", "-shared", "-Wl,-z,lazy", "-Wl,-z,undefs")
+        library = compile_c(
+            ZIG, [made.theirs, runtime], folder / "reference.so", "-shared", "-Wl,-z,lazy", "-Wl,-z,undefs"
+        )
         self.order = header_arguments(made.header)
         entry = f"_mlir_{made.prefix}__mlir_ciface_{made.answer.host_function}"
         self.ffi = cffi.FFI()
@@ -69,7 +73,9 @@ class Reference:
         self._load(new("void *[]", [library_at, ordinal, result]))
         assert result[0] == 0
 
-    def launch(self, gpu: FakeGpu, values: Mapping[str, Tensor | Scalar]) -> tuple[dict[str, Any], list[bytes]]:
+    def launch(
+        self, gpu: FakeGpu, values: Mapping[str, Tensor | Scalar]
+    ) -> tuple[dict[str, Any], list[bytes]]:
         """Call the host function with arguments by CuTe's names, in the order and the structs of CuTe's header.
 
         Returns:
