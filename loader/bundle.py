@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from .errors import InvalidArgument
+from .errors import Capturing, InvalidArgument
 from .library import LIBRARY_FILE, Library, load_library
 from .op import Op
 from .policy import Policy
@@ -104,6 +105,7 @@ class Bundle:
             handle = self._open_handle()
             found = self._ops.get(key)
             if found is None:
+                _refuse_torch_capture(op)
                 found = self._ops[key] = Op(self._library, handle, op, config)
             return found
 
@@ -164,6 +166,13 @@ def open_bundle(
     library = load_library(verified.read(LIBRARY_FILE))
     ordinal = -1 if device is None else device
     return Bundle(library, os.fspath(path), allow_validation=allow_validation, device=ordinal)
+
+
+def _refuse_torch_capture(op: str) -> None:
+    """The driver does not tell of captures on non-blocking streams, which is what torch captures on; torch does."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise Capturing(f"{op}: torch is capturing a graph; prepare this variant before the capture begins")
 
 
 def _open(library: Library, path: str, allow_validation: bool) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernseal.loader.bundle import Bundle
-from kernseal.loader.errors import Capturing, InvalidArgument, NotPrepared, Unsupported
+from kernseal.loader.errors import InvalidArgument, NotPrepared, Unsupported
 from kernseal.loader.op import Op
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -290,9 +290,4 @@ def _op(device: int, axes: Mapping[str, Any]) -> Op:
     bundle = _bundles.get(device)
     if bundle is None:
         raise NotPrepared(f"no bundle serves cuda:{device}; call use_bundle first")
-    op = bundle.prepared("gdn_prefill", device=device, **axes)
-    if op is not None:
-        return op
-    if torch.cuda.is_current_stream_capturing():
-        raise Capturing("gdn_prefill: prepare this variant before the capture begins; see prepare")
     return bundle.prepare("gdn_prefill", device=device, **axes)
