@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cpu.fake_driver.native import STRICT, ZIG, build_fake_driver, compile_c, compiler
+
 from kernseal.abi import library
 from kernseal.abi.library import VariantRecord
 

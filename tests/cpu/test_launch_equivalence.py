@@ -75,7 +75,7 @@ def random_problem(rng: random.Random, axes: Axes, gqa: bool, workspace_bytes: i
     if pooled:
         for name in ("initial_state_stride", "final_state_stride"):
             strides[name] = rng.choice([0, h * D * D, h * D * D + 128 * rng.randrange(1, 999)])
-    wanted = {n: 16 for n in ("q", "k", "v", "o", "final_state")} | {"cu_seqlens": 8, "workspace": 128}
+    wanted = dict.fromkeys(("q", "k", "v", "o", "final_state"), 16) | {"cu_seqlens": 8, "workspace": 128}
     wanted |= {n: 16 for n in ("alpha", "beta", "initial_state", "checkpoints") if axes[n]}
     if pooled:
         wanted["state_indices"] = 8

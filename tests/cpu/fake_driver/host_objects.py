@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
+
 from kernseal.abi.library import VariantRecord
 from kernseal.export import build, files, patch, paths, source, spec, toolchain
 from kernseal.export.job import CuteAnswer, CuteJob

@@ -8,6 +8,7 @@ from typing import Any
 
 import cffi
 from cpu.fake_driver.native import STRICT, ZIG, compile_c
+
 from kernseal.abi import library, model
 from kernseal.abi.library import VariantRecord
 

@@ -11,6 +11,7 @@ import cffi
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject, header_arguments
 from cpu.fake_driver.native import ZIG, compile_c
+
 from kernseal.export import toolchain
 
 
