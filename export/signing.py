@@ -142,9 +142,9 @@ def keygen(path: Path, name: str | None = None, *, days: int = VALID_DAYS) -> Pa
         IoError: they cannot be written.
     """
     name = name or path.stem
-    public = path.with_name(f"{name}.json")
-    if not NAME.fullmatch(name) or public.name == POLICY_FILE:
+    if not NAME.fullmatch(name) or f"{name}.json" == POLICY_FILE:
         raise InvalidArgument(f"name {name!r}: a key's name is {NAME.pattern}, and not 'policy'")
+    public = path.with_name(f"{name}.json")
     if public.exists() or public == path:
         raise InvalidArgument(f"key {public}: is already there; a key is never overwritten")
     try:

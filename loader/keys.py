@@ -151,6 +151,7 @@ def _parse_policy(data: bytes, keys: Sequence[PublicKey]) -> KeySet:
     root = parse(data, POLICY_FILE, limit=MAX_BYTES)
     fields = root.fields("schema", "threshold", "keys")
     fields["schema"].constant(1)
+    by_id = _by_id(keys)
     by_name = {key.name: key for key in keys}
     trusted: list[str] = []
     for item in fields["keys"].items():
@@ -164,7 +165,7 @@ def _parse_policy(data: bytes, keys: Sequence[PublicKey]) -> KeySet:
     # An empty list is the state before the first ceremony: nothing is trusted, no threshold can be met.
     threshold = fields["threshold"].integer(1, max(1, len(trusted)))
     raise_first(root.sink)
-    return KeySet(_by_id(keys), frozenset(trusted), threshold)
+    return KeySet(by_id, frozenset(trusted), threshold)
 
 
 def _by_id(keys: Sequence[PublicKey]) -> dict[str, PublicKey]:
