@@ -124,6 +124,8 @@ KINDS: tuple[type[Violation], ...] = (
     IoError,
 )
 
+MESSAGE_LINES = 20
+
 
 class VerificationFailed(errors.KernsealError):
     """Carries every violation. Its status and exit code are those of the gravest.
@@ -152,8 +154,12 @@ def failed(*violations: Violation) -> VerificationFailed:
 
     It is also an instance of the gravest one's class in ``loader/errors.py``, for ``except errors.Mismatch``.
     """
-    result = _error_class(gravest(violations).status)("\n".join(str(v) for v in ordered(violations)))
-    result.violations = ordered(violations)
+    every = ordered(violations)
+    lines = [str(violation) for violation in every[:MESSAGE_LINES]]
+    if len(every) > MESSAGE_LINES:
+        lines.append(f"and {len(every) - MESSAGE_LINES} more")
+    result = _error_class(gravest(every).status)("\n".join(lines))
+    result.violations = every
     return result
 
 
