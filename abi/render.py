@@ -7,6 +7,7 @@ import textwrap
 from typing import Any
 
 import jinja2
+
 from kernseal.abi.model import ABI_DIR, Abi, Field, Function, Struct
 
 WIDTH = 112

@@ -24,7 +24,7 @@ class FakeGpu:
     """Loaded once a process, under the name by which every later ``dlopen("libcuda.so.1")`` finds it."""
 
     def __init__(self, library: Path) -> None:
-        self.ffi = cffi.FFI()
+        self.ffi: Any = cffi.FFI()
         self.ffi.cdef(CDEF)
         self.c: Any = self.ffi.dlopen(str(library), self.ffi.RTLD_NOW | self.ffi.RTLD_GLOBAL)
 

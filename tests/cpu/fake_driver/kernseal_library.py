@@ -40,7 +40,7 @@ class Kernseal:
     """One libkernseal.so with a bundle open."""
 
     def __init__(self, path: Path, flags: int = 0) -> None:
-        self.ffi = cffi.FFI()
+        self.ffi: Any = cffi.FFI()
         self.ffi.cdef(library.cdef())
         self.c: Any = self.ffi.dlopen(str(path))
         out = self.ffi.new("kseal_bundle **")

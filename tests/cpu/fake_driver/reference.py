@@ -53,7 +53,7 @@ class Reference:
         )
         self.order = header_arguments(made.header)
         entry = f"_mlir_{made.prefix}__mlir_ciface_{made.answer.host_function}"
-        self.ffi = cffi.FFI()
+        self.ffi: Any = cffi.FFI()
         self.ffi.cdef(f"""
             void _mlir_{made.prefix}_cuda_init(void **);
             void _mlir_{made.prefix}_cuda_load_to_device(void **);
