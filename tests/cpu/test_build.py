@@ -44,7 +44,9 @@ def rules_with_marker(folder: Path, expect: int = 1) -> Path:
 
 
 @pytest.mark.slow
-def test_the_patched_ptx_is_what_is_assembled_and_the_assembled_image_is_what_the_library_loads(tmp_path: Path) -> None:
+def test_the_patched_ptx_is_what_is_assembled_and_the_assembled_image_is_what_the_library_loads(
+    tmp_path: Path,
+) -> None:
     options = Options(only=(PACKED,), rules=rules_with_marker(tmp_path / "rules"), out=tmp_path / "dist")
     with compile_cache():
         result = build.build(OPS, SM90, options, signing_key())
@@ -65,7 +67,9 @@ def test_the_patched_ptx_is_what_is_assembled_and_the_assembled_image_is_what_th
 
 @pytest.mark.slow
 def test_a_ptx_rule_that_finds_another_count_fails_the_build_and_leaves_nothing(tmp_path: Path) -> None:
-    options = Options(only=(PACKED,), rules=rules_with_marker(tmp_path / "rules", expect=2), out=tmp_path / "dist")
+    options = Options(
+        only=(PACKED,), rules=rules_with_marker(tmp_path / "rules", expect=2), out=tmp_path / "dist"
+    )
     with compile_cache(), pytest.raises(RuleFailed, match=r"expected 2 places, found 1 \(lines \d+\)"):
         build.build(OPS, SM90, options, signing_key())
     assert not (tmp_path / "dist").exists() or list((tmp_path / "dist").iterdir()) == []
@@ -125,7 +129,9 @@ def test_a_bundle_that_was_altered_is_built_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_cache_entry_is_compiled_again_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_cache_entry_is_compiled_again_never_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle("90")
     made = build.plan(OPS, SM90, Options(only=(PACKED,)))
     key = made.planned[0].inputs.key
@@ -140,20 +146,47 @@ def test_a_damaged_cache_entry_is_compiled_again_never_used(tmp_path: Path, monk
 
 
 def cli(*arguments: str, out: Path, **more: object) -> subprocess.Popen[str]:
-    env = {**os.environ, "KERNSEAL_CACHE": str(CACHE), "KERNSEAL_SIGNING_KEY": (CACHE / "tests.pem").read_text()}
-    command = [sys.executable, "-m", "kernseal.export.cli", "build", "--sm", "90", "--variant", PACKED, "--out", str(out)]
+    env = {
+        **os.environ,
+        "KERNSEAL_CACHE": str(CACHE),
+        "KERNSEAL_SIGNING_KEY": (CACHE / "tests.pem").read_text(),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "kernseal.export.cli",
+        "build",
+        "--sm",
+        "90",
+        "--variant",
+        PACKED,
+        "--out",
+        str(out),
+    ]
     return subprocess.Popen(
-        [*command, *arguments], env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
+        [*command, *arguments],
+        env=env,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **more,
     )  # type: ignore[call-overload,no-any-return]
 
 
 def visible(out: Path) -> list[str]:
-    return sorted(path.name for path in out.iterdir() if not path.name.startswith(".")) if out.exists() else []
+    return (
+        sorted(path.name for path in out.iterdir() if not path.name.startswith(".")) if out.exists() else []
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "TERM", "KILL"])
-def test_an_interrupted_build_leaves_no_bundle_and_the_next_one_succeeds(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "TERM", "KILL"]
+)
+def test_an_interrupted_build_leaves_no_bundle_and_the_next_one_succeeds(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     bundle("90")
     out = tmp_path / "dist"
     child = cli("--no-cache", out=out)
@@ -225,4 +258,3 @@ def test_concurrent_builds_of_one_variant_agree(tmp_path: Path) -> None:
     assert [child.returncode for child in children] == [0, 0, 0], outputs
     manifests = {(tmp_path / str(i) / "sm_90a-linux-x86_64" / "manifest.json").read_bytes() for i in range(3)}
     assert len(manifests) == 1
-

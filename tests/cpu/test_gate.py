@@ -68,7 +68,9 @@ def test_what_is_pinned_passes(workshop: Workshop) -> None:
 def test_a_variant_of_every_other_sm_is_as_pinned(sm: str) -> None:
     ops = spec.load_ops()
     with compile_cache():
-        result = gate.gate(ops, spec.parse_target(sm, None, ops), Options(only=(PACKED,), jobs=2), Silent(), update=False)
+        result = gate.gate(
+            ops, spec.parse_target(sm, None, ops), Options(only=(PACKED,), jobs=2), Silent(), update=False
+        )
     assert result.ok, result.moves
 
 
@@ -85,7 +87,9 @@ def test_a_changed_source_file_is_named_with_the_code_it_moved(workshop: Worksho
     assert "1e-10" in text
     (changed / ALPHA).write_text(text.replace("1e-10", "2e-10"))
     digest = source.files.sha256_bytes((changed / ALPHA).read_bytes())
-    workshop.edit("kernels/gdn_prefill/source_set.json", lambda t: json.dumps({**json.loads(t), ALPHA: digest}))
+    workshop.edit(
+        "kernels/gdn_prefill/source_set.json", lambda t: json.dumps({**json.loads(t), ALPHA: digest})
+    )
     workshop.options = replace(workshop.options, source=changed)
     assert workshop.moves() == [(KEY, "code", (f"source: {ALPHA}",))]
 
@@ -93,7 +97,12 @@ def test_a_changed_source_file_is_named_with_the_code_it_moved(workshop: Worksho
 @pytest.mark.slow
 def test_a_changed_patch_is_named_with_the_code_it_moved(workshop: Workshop) -> None:
     patch = "source/gdn_prefill/0003-empty-sequence-state.patch"
-    workshop.edit(f"patches/{patch}", lambda t: t.replace("+                value = cutlass.Float32(0.0)", "+                value = cutlass.Float32(1.0)"))
+    workshop.edit(
+        f"patches/{patch}",
+        lambda t: t.replace(
+            "+                value = cutlass.Float32(0.0)", "+                value = cutlass.Float32(1.0)"
+        ),
+    )
     moved = workshop.moves()
     assert moved == [(KEY, "code", (f"patches: {patch}",))]
 
@@ -125,7 +134,9 @@ def test_a_changed_flag_is_named(workshop: Workshop, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_a_changed_compiler_is_named(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = [replace(t, pin="0" * 64) if t.name == "nvidia-cuda-nvcc" else t for t in toolchain.inspect_toolchain()]
+    tools = [
+        replace(t, pin="0" * 64) if t.name == "nvidia-cuda-nvcc" else t for t in toolchain.inspect_toolchain()
+    ]
     monkeypatch.setattr(toolchain, "inspect_toolchain", lambda: tools)
     assert workshop.moves() == [(KEY, "inputs", ("toolchain: nvidia-cuda-nvcc",))]
 
@@ -160,7 +171,10 @@ def test_bytes_that_moved_without_an_input_are_called_what_they_are() -> None:
 def test_a_target_without_pins_says_how_to_write_them(workshop: Workshop) -> None:
     for path in (workshop.root / "manifests").glob("sm_90a*.lock.json"):
         path.unlink()
-    with pytest.raises(Missing, match=r"manifests/sm_90a\.lock\.json: no pins for sm_90a; `kernseal gate --sm sm_90a --update`"):
+    with pytest.raises(
+        Missing,
+        match=r"manifests/sm_90a\.lock\.json: no pins for sm_90a; `kernseal gate --sm sm_90a --update`",
+    ):
         workshop.result()
 
 
@@ -169,7 +183,9 @@ def test_the_command_exits_with_10_and_writes_a_summary(workshop: Workshop) -> N
     workshop.edit("kernels/gdn_prefill/recipe.py", lambda t: t + "\n# a remark\n")
     summary = workshop.root / "gate.md"
     with compile_cache():
-        result = CliRunner().invoke(main, ["gate", "--sm", "90", "--variant", PACKED, "--summary", str(summary), "--json"])
+        result = CliRunner().invoke(
+            main, ["gate", "--sm", "90", "--variant", PACKED, "--summary", str(summary), "--json"]
+        )
     assert result.exit_code == 10, result.output
     (report,) = json.loads(result.output)
     assert report["moves"][0]["because"] == ["recipe: recipe.py"]
@@ -178,11 +194,13 @@ def test_the_command_exits_with_10_and_writes_a_summary(workshop: Workshop) -> N
 
 def test_every_sm_has_committed_pins_and_they_parse() -> None:
     ops = spec.load_ops()
-    wanted = [spec.parse_target(sm, None, ops) for sm in spec.all_targets(ops)] + [spec.parse_target("120", "90", ops)]
+    wanted = [spec.parse_target(sm, None, ops) for sm in spec.all_targets(ops)] + [
+        spec.parse_target("120", "90", ops)
+    ]
     for target in wanted:
         pins = parse_pins(lock.path_of(target).read_bytes(), target.name)
         assert (pins.sm, pins.retarget) == (target.sm, target.retarget)
         names = [variant.key for op in ops for variant in op.variants(target, "default")]
-        assert sorted(f"cubin/{name}.cubin" for name in names) == sorted(n for n in pins.files if n.startswith("cubin/"))
-
-
+        assert sorted(f"cubin/{name}.cubin" for name in names) == sorted(
+            n for n in pins.files if n.startswith("cubin/")
+        )

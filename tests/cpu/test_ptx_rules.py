@@ -31,7 +31,9 @@ def test_cluster_scoped_loads_become_cta_scoped() -> None:
 
 @pytest.mark.parametrize("expect", [0, 1, 3])
 def test_another_count_fails_with_file_and_lines(expect: int) -> None:
-    with pytest.raises(RuleFailed, match=rf"gdn_prefill/v\.ptx for sm_120a: expected {expect} places, found 2 \(lines 2, 4\)"):
+    with pytest.raises(
+        RuleFailed, match=rf"gdn_prefill/v\.ptx for sm_120a: expected {expect} places, found 2 \(lines 2, 4\)"
+    ):
         ptx.apply(TEXT, [rule(expect)], VARIANT, SM120)
 
 

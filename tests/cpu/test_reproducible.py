@@ -49,17 +49,34 @@ def build(where: Path, jobs: int, order: list[str], environment: dict[str, str])
         "KERNSEAL_SIGNING_KEY": (ROOT / "build" / "test-cache" / "tests.pem").read_text(),
         **environment,
     }
-    command = [sys.executable, "-m", "kernseal.export.cli", "build", "--sm", "90", "--jobs", str(jobs), "--no-cache", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "kernseal.export.cli",
+        "build",
+        "--sm",
+        "90",
+        "--jobs",
+        str(jobs),
+        "--no-cache",
+        "--quiet",
+    ]
     for variant in order:
         command += ["--variant", variant]
     done = subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     root = where / "dist" / "sm_90a-linux-x86_64"
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.slow
-def test_two_users_two_folders_two_times_any_order_and_parallelism_give_the_same_bundle(tmp_path: Path) -> None:
+def test_two_users_two_folders_two_times_any_order_and_parallelism_give_the_same_bundle(
+    tmp_path: Path,
+) -> None:
     signing_key()
     one = build(
         checkout(tmp_path / "one", 1),
@@ -71,11 +88,22 @@ def test_two_users_two_folders_two_times_any_order_and_parallelism_give_the_same
         checkout(tmp_path / "a longer folder" / "näme", 2),
         2,
         [POOLED_HKV, PACKED],
-        {"LANG": "C.UTF-8", "TZ": "Asia/Kolkata", "PYTHONHASHSEED": "77", "LOGNAME": "grace", "SOURCE_DATE_EPOCH": "1"},
+        {
+            "LANG": "C.UTF-8",
+            "TZ": "Asia/Kolkata",
+            "PYTHONHASHSEED": "77",
+            "LOGNAME": "grace",
+            "SOURCE_DATE_EPOCH": "1",
+        },
     )
     assert one.keys() == two.keys()
     assert [name for name in one if one[name] != two[name]] == []
-    assert {"manifest.json", "manifest.dsse.json", "libkernseal.so", f"cubin/gdn_prefill/{PACKED}.cubin"} <= one.keys()
+    assert {
+        "manifest.json",
+        "manifest.dsse.json",
+        "libkernseal.so",
+        f"cubin/gdn_prefill/{PACKED}.cubin",
+    } <= one.keys()
 
 
 @pytest.mark.slow
@@ -83,5 +111,10 @@ def test_no_path_user_or_time_of_the_build_is_in_any_file(tmp_path: Path) -> Non
     signing_key()
     where = checkout(tmp_path / "unmistakable", 3)
     for name, data in build(where, 2, [PACKED], {"LANG": "C", "LOGNAME": "unmistakable-user"}).items():
-        for trace in (b"unmistakable", str(Path.home()).encode() + b"/", b"site-packages", os.uname().nodename.encode()):
+        for trace in (
+            b"unmistakable",
+            str(Path.home()).encode() + b"/",
+            b"site-packages",
+            os.uname().nodename.encode(),
+        ):
             assert trace not in data, (name, trace)

@@ -44,7 +44,9 @@ def wheel() -> Path:
 def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("unpacked")
     with zipfile.ZipFile(wheel) as archive:
-        members = [n for n in archive.namelist() if n.startswith(("flashinfer/gdn_kernels/", "flashinfer_python-"))]
+        members = [
+            n for n in archive.namelist() if n.startswith(("flashinfer/gdn_kernels/", "flashinfer_python-"))
+        ]
         archive.extractall(root, [*members, "flashinfer/__init__.py", "flashinfer/_build_meta.py"])
     (root / "flashinfer" / "data").mkdir()
     return root
@@ -64,7 +66,9 @@ def checkout(unpacked: Path, tmp_path: Path) -> Path:
     shutil.move(root / licence, root / "LICENSE")
     (root / "version.txt").write_text(f"{PIN.version}\n")
     (root / "flashinfer" / "_build_meta.py").unlink()
-    (root / ".gitmodules").write_text('[submodule "3rdparty/cccl"]\n\tpath = 3rdparty/cccl\n\turl = ../cccl\n')
+    (root / ".gitmodules").write_text(
+        '[submodule "3rdparty/cccl"]\n\tpath = 3rdparty/cccl\n\turl = ../cccl\n'
+    )
     (root / "3rdparty" / "cccl").mkdir(parents=True)
     (root / "3rdparty" / "cccl" / "README").write_text("there\n")
     return root
@@ -129,10 +133,14 @@ def test_nothing_there_is_nothing_there(tmp_path: Path) -> None:
     assert verify(tmp_path / "no") == [NotThere(str(tmp_path / "no"))]
 
 
-def test_a_folder_inside_another_repository_is_not_a_source_and_its_commit_is_never_reported(tmp_path: Path) -> None:
+def test_a_folder_inside_another_repository_is_not_a_source_and_its_commit_is_never_reported(
+    tmp_path: Path,
+) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run(["git", *identity, "-C", str(tmp_path), "commit", "-q", "--allow-empty", "-m", "other"], check=True)
+    subprocess.run(
+        ["git", *identity, "-C", str(tmp_path), "commit", "-q", "--allow-empty", "-m", "other"], check=True
+    )
     commit = subprocess.run(
         ["git", "-C", str(tmp_path), "rev-parse", "HEAD"], check=True, capture_output=True, text=True
     ).stdout.strip()

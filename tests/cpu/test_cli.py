@@ -1,0 +1,136 @@
+"""The command line: documented exit codes, JSON beside every table, help with an example, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from builds import BOTH, PACKED, bundle
+from click.testing import CliRunner
+
+from kernseal.export.cli import EXIT_CODES, main
+from kernseal.loader.errors import KernsealError
+
+COMMANDS = sorted(main.commands)
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_the_commands_are_those_that_are_documented() -> None:
+    assert COMMANDS == sorted(
+        ["build", "verify-source", "verify-bundle", "gate", "list", "inspect", "keygen", "sign", "doctor"]
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_and_takes_json(command: str) -> None:
+    code, text = invoke(command, "--help")
+    assert code == 0
+    assert f"  kernseal {command}" in text.split("Example", 1)[1]
+    assert "--json" in text
+
+
+def test_every_exit_code_of_an_error_is_documented() -> None:
+    documented = {int(number) for number in re.findall(r"(?:^|\s)(\d+)  ", EXIT_CODES)}
+    assert {error.exit_code for error in KernsealError.__subclasses__() if error.value >= 0} <= documented
+    assert {0, 1, 130} <= documented
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "status", "words"),
+    [
+        (["build", "--sm", "75"], 2, "unsupported", "supported: sm_90a"),
+        (["build", "--sm", ","], 2, "invalid_argument", "comma list"),
+        (["build", "--sm", "90", "--retarget", "120"], 2, "unsupported", "sm_120a-on-sm_90a"),
+        (["build", "--sm", "90", "--profile", "huge"], 2, "invalid_argument", "supported: default, full"),
+        (["build", "--sm", "90", "--jobs", "0"], 2, "invalid_argument", "jobs"),
+        (["build", "--sm", "90", "--key", "/no/such/key"], 7, "io_error", "/no/such/key"),
+        (["build"], 2, "invalid_argument", "--sm"),
+        (["inspect", "/no/such/file"], 2, "invalid_argument", "/no/such/file"),
+        (["gate", "--sm", "90", "--update", "--variant", PACKED], 2, "invalid_argument", "whole bundles"),
+        (["verify-bundle", "/no/such/bundle", "--pins", "/no/such/pins"], 4, "missing", "/no/such"),
+    ],
+)
+def test_a_bad_argument_is_one_typed_error(arguments: list[str], code: int, status: str, words: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "kernseal.export.cli", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    report = json.loads(shown.stdout)
+    assert (shown.returncode, report["error"], report["exit_code"]) == (code, status, code), shown
+    assert words in report["message"]
+    assert "Traceback" not in shown.stderr
+
+
+def test_people_get_one_line() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "kernseal.export.cli", "build", "--sm", "75"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert shown.stdout == ""
+    assert shown.stderr.startswith("kernseal: unsupported: SM 'sm_75a': supported: sm_90a")
+    assert shown.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_built_bundle_is_listed_inspected_and_verified() -> None:
+    path = str(bundle("90").path)
+    code, listed = invoke("list", "--sm", "90", "--bundle", path, "--json")
+    rows = json.loads(listed)
+    assert code == 0
+    assert {row["variant"] for row in rows if row["in_bundle"] == "yes"} == set(BOTH)
+    assert {row["in_bundle"] for row in rows} == {"yes", "no"}
+    code, inspected = invoke("inspect", path, "--json")
+    assert code == 0
+    assert [kernel["variant"] for kernel in json.loads(inspected)] == sorted(BOTH)
+    code, cubin = invoke("inspect", f"{path}/cubin/gdn_prefill/{PACKED}.cubin", "--json")
+    (entry,) = json.loads(cubin)["entries"].values()
+    assert code == 0
+    assert entry["registers"] > 0
+    assert entry["params"][0]["offset"] == 0
+
+
+@pytest.mark.slow
+def test_a_bundle_by_a_key_that_nobody_trusts_is_refused_and_by_a_trusted_one_accepted(
+    tmp_path: Path,
+) -> None:
+    path = str(bundle("90").path)
+    code, text = invoke("verify-bundle", path, "--json")
+    assert code == 5, text
+    assert json.loads(text)["status"] == "untrusted_key"
+    public = Path(path).parents[2] / "tests.json"
+    code, text = invoke("verify-bundle", path, "--key", str(public), "--sm", "90", "--json")
+    assert code == 0, text
+    assert json.loads(text)["trusted_by"] == ["key:tests"]
+    code, text = invoke("verify-bundle", path, "--key", str(public), "--sm", "120", "--json")
+    assert (code, json.loads(text)["status"]) == (3, "wrong_sm")
+
+
+def test_keygen_writes_a_private_key_for_its_owner_only(tmp_path: Path) -> None:
+    code, text = invoke("keygen", str(tmp_path / "k.pem"), "--json")
+    assert code == 0
+    made = json.loads(text)
+    assert (tmp_path / "k.pem").stat().st_mode & 0o777 == 0o600
+    assert "PRIVATE" not in text
+    assert json.loads(Path(made["public"]).read_text())["keyid"] == made["keyid"]
+    code, _ = invoke("keygen", str(tmp_path / "k.pem"), "--json")
+    assert code == 2
+
+
+def test_doctor_names_every_pinned_tool() -> None:
+    code, text = invoke("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(text)}
+    assert code == 0, text
+    assert any("ptxas" in str(check) for check in checks.values())
+    assert any("ziglang" in str(check) for check in checks.values())
