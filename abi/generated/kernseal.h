@@ -140,30 +140,35 @@ typedef struct kseal_variant_info {
     uint32_t dynamic_smem;
 } kseal_variant_info;
 
-/* KSEAL_ABI_VERSION of the library. Threads: Any thread, any time. */
+/* KSEAL_ABI_VERSION of the library.
+ * Threads: Any thread, any time. */
 KSEAL_API uint32_t kseal_abi_version(void);
 
-/* Name of a status such as "misaligned", or "?" for a number that is none. The string is static. Threads: Any
- * thread, any time. */
+/* Name of a status such as "misaligned", or "?" for a number that is none. The string is static.
+ * Threads: Any thread, any time. */
 KSEAL_API const char *kseal_status_name(kseal_status status);
 
 /* Message of the last call on this thread that did not return KSEAL_OK; "" where there was none. Valid until
- * the next failure on this thread. Threads: Any thread, any time. */
+ * the next failure on this thread.
+ * Threads: Any thread, any time. */
 KSEAL_API const char *kseal_last_error(void);
 
 /* Opens a bundle folder and loads the CUDA driver. The folder stays open, so a later rename changes nothing. On
- * failure *bundle is NULL. Threads: Any thread. Not under graph capture. */
+ * failure *bundle is NULL.
+ * Threads: Any thread. Not under graph capture. */
 KSEAL_API kseal_status kseal_open(const kseal_open_args *args, kseal_bundle **bundle);
 
 /* Closes a bundle; NULL is allowed. Prepared handles stay valid, they do not need their bundle any more.
  * Threads: Once per bundle, when no other call uses it. */
 KSEAL_API void kseal_close(kseal_bundle *bundle);
 
-/* Number of variants in the library. Threads: Any thread. */
+/* Number of variants in the library.
+ * Threads: Any thread. */
 KSEAL_API uint32_t kseal_variant_count(kseal_bundle *bundle);
 
 /* Describes variant `index`, counted from 0 in a fixed order. Set info->struct_size first; no more than that is
- * written. Threads: Any thread. */
+ * written.
+ * Threads: Any thread. */
 KSEAL_API kseal_status kseal_variant_at(kseal_bundle *bundle, uint32_t index, kseal_variant_info *info);
 
 /* gdn_prefill: Gated delta rule (GDN) prefill over packed sequences, one fused kernel launch.
@@ -283,12 +288,14 @@ typedef struct kseal_gdn_prefill_args {
 /* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
  * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
  * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
- * *handle is NULL and nothing stays loaded. Threads: Any thread. Not under graph capture. */
+ * *handle is NULL and nothing stays loaded.
+ * Threads: Any thread. Not under graph capture. */
 KSEAL_API kseal_status kseal_gdn_prefill_prepare(kseal_bundle *bundle,
     const kseal_gdn_prefill_config *config,
     kseal_gdn_prefill **handle);
 
-/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. Threads: Any thread. */
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args.
+ * Threads: Any thread. */
 KSEAL_API kseal_status kseal_gdn_prefill_workspace_size(kseal_gdn_prefill *handle,
     const kseal_gdn_prefill_args *args,
     uint64_t *bytes);
@@ -299,8 +306,8 @@ KSEAL_API kseal_status kseal_gdn_prefill_workspace_size(kseal_gdn_prefill *handl
 KSEAL_API kseal_status kseal_gdn_prefill_run(kseal_gdn_prefill *handle, const kseal_gdn_prefill_args *args);
 
 /* Frees a handle; NULL is allowed. The handle is gone whatever is returned. The last handle of a variant
- * unloads it, so its launches must have finished and no graph that holds them may be launched again. Threads:
- * Once per handle, when no other call uses it. Not under graph capture. */
+ * unloads it, so its launches must have finished and no graph that holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it. Not under graph capture. */
 KSEAL_API kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle);
 
 #ifdef __cplusplus
