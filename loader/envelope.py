@@ -18,11 +18,12 @@ from securesystemslib.signer import Signature, SSlibKey
 
 from . import canonical
 from .strict_json import Cursor, parse_canonical
-from .violations import BadSignature, Violation, WrongType, raise_first
+from .violations import BadSignature, Malformed, Violation, WrongType, failed, raise_first
 
 FILE = "manifest.dsse.json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 MAX_BYTES = 32 << 20
+MAX_SIGNATURES = 64
 KEYID = re.compile(r"[0-9a-f]{64}")
 
 
@@ -65,11 +66,16 @@ def read_envelope(data: bytes, name: str = FILE) -> Envelope:
     payload = _bytes(fields["payload"])
     payload_type = fields["payloadType"].text()
     signatures: dict[str, Signature] = {}
-    for item in fields["signatures"].items():
+    items = fields["signatures"].items()
+    if len(items) > MAX_SIGNATURES:  # each costs a verification
+        raise failed(Malformed(f"{name}#/signatures", f"{len(items)} items", f"at most {MAX_SIGNATURES}"))
+    last = ""
+    for item in items:
         entry = item.fields("keyid", "sig")
         keyid = entry["keyid"].text(KEYID, "an Ed25519 public key as 64 lower-case hex digits")
-        if keyid in signatures:
-            entry["keyid"].refuse("each key once")
+        if keyid and keyid <= last:
+            entry["keyid"].refuse("key ids in ascending order, each once")
+        last = keyid or last
         signatures[keyid] = Signature(keyid, _bytes(entry["sig"], length=64).hex())
     if not signatures:
         fields["signatures"].refuse("at least one signature")

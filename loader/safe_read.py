@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -162,7 +162,12 @@ def _list(folder: int, prefix: str, tree: Tree) -> None:
         found = f"folders deeper than {MAX_DEPTH}"
         tree.violations.append(Malformed(printable(prefix), found, f"at most {MAX_DEPTH} levels"))
         return
-    for name in os.listdir(folder):
+    with os.scandir(folder) as entries:
+        _list_entries(folder, (entry.name for entry in entries), prefix, tree)
+
+
+def _list_entries(folder: int, names: Iterable[str], prefix: str, tree: Tree) -> None:
+    for name in names:
         if len(tree.files) + len(tree.folders) >= MAX_ENTRIES:
             found = f"more than {MAX_ENTRIES} entries"
             tree.violations.append(Malformed(printable(prefix) or ".", found, "a bundle"))

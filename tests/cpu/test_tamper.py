@@ -311,6 +311,26 @@ def test_one_signature_counted_twice_is_malformed(bundle: made.Made) -> None:
     assert statuses(bundle, Policy(keys=made.key_set(threshold=2))) == {"malformed"}
 
 
+def test_signatures_in_another_order_are_malformed(bundle: made.Made) -> None:
+    bundle.put_manifest(canonical.dumps(bundle.document), made.RELEASE, made.SECOND)
+    envelope = json.loads((bundle.path / ENVELOPE).read_bytes())
+    write_json(bundle.path / ENVELOPE, {**envelope, "signatures": envelope["signatures"][::-1]})
+    assert statuses(bundle) == {"malformed"}
+
+
+def test_more_signatures_than_anybody_needs_are_malformed_without_being_checked(bundle: made.Made) -> None:
+    bundle.put_manifest(canonical.dumps(bundle.document), *(made.Identity(str(index)) for index in range(65)))
+    with pytest.raises(errors.Malformed, match="at most 64"):
+        verify_bundle(bundle.path, policy=bundle.policy(), now=made.NOW)
+
+
+def test_more_entries_than_any_bundle_has_are_malformed(
+    bundle: made.Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernseal.loader.safe_read.MAX_ENTRIES", 10)
+    assert "malformed" in statuses(bundle, bundle.policy())
+
+
 def test_an_envelope_without_signatures_is_malformed(bundle: made.Made) -> None:
     bundle.put_manifest(canonical.dumps(bundle.document))
     assert statuses(bundle) == {"malformed"}
