@@ -45,12 +45,21 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A process that has the fake driver, whose one kernel computes."""
     folder = tmp_path_factory.mktemp("driver")
     build_fake_driver(folder)
-    kernel = compile_c(ZIG, [FAKE / "gdn_kernel.c"], folder / "gdn_kernel.so", *STRICT, "-O1", "-shared", "-fPIC")
-    return {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_CUDA_KERNEL": str(kernel), "FAKE_CUDA_CC": "90"}
+    kernel = compile_c(
+        ZIG, [FAKE / "gdn_kernel.c"], folder / "gdn_kernel.so", *STRICT, "-O1", "-shared", "-fPIC"
+    )
+    return {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(folder),
+        "FAKE_CUDA_KERNEL": str(kernel),
+        "FAKE_CUDA_CC": "90",
+    }
 
 
 def run(program: Path, bundle: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(program), str(bundle)], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [str(program), str(bundle)], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +75,34 @@ def rust(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if CARGO is None:
         pytest.skip("no cargo on this machine")
     target = tmp_path_factory.mktemp("rust")
-    pins = {"KERNSEAL_PINS": str(bundle / "kernseal_pins.rs"), "CARGO_TARGET_DIR": str(target), "RUSTFLAGS": "-D warnings"}
+    pins = {
+        "KERNSEAL_PINS": str(bundle / "kernseal_pins.rs"),
+        "CARGO_TARGET_DIR": str(target),
+        "RUSTFLAGS": "-D warnings",
+    }
     command = [CARGO, "build", "--offline", "--locked", "--example", "gdn_prefill"]
     done = subprocess.run(
-        command, cwd=EXAMPLES / "rust", env={**os.environ, **pins}, capture_output=True, text=True, check=False
+        command,
+        cwd=EXAMPLES / "rust",
+        env={**os.environ, **pins},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return target / "debug" / "examples" / "gdn_prefill"
+
+
+@pytest.mark.skipif(CARGO is None, reason="no cargo on this machine")
+def test_the_crates_own_tests_pass(tmp_path: Path) -> None:
+    assert CARGO is not None
+    command = [CARGO, "test", "--offline", "--locked", "--lib"]
+    environment = {**os.environ, "CARGO_TARGET_DIR": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=EXAMPLES / "rust", env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 passed" in done.stdout
 
 
 @pytest.fixture(params=["cpp", "rust"])
@@ -82,7 +112,9 @@ def program(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def test_an_example_computes_and_checks_its_result(program: Path, bundle: Path, environment: dict[str, str]) -> None:
+def test_an_example_computes_and_checks_its_result(
+    program: Path, bundle: Path, environment: dict[str, str]
+) -> None:
     done = run(program, bundle, environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ok: two tokens of GDN prefill, output and state as expected\n"
@@ -125,7 +157,9 @@ def test_an_example_tells_of_another_gpu(program: Path, bundle: Path, environmen
     assert done.stderr.startswith("wrong_sm: ")
 
 
-def test_an_example_tells_of_a_missing_bundle(program: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_an_example_tells_of_a_missing_bundle(
+    program: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
     done = run(program, tmp_path / "nowhere", environment)
     assert done.returncode == 1
     assert "nowhere" in done.stderr
