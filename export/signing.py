@@ -6,6 +6,7 @@ Signing never vouches for what verification would refuse: the statement is parse
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import stat
 import tempfile
@@ -26,11 +27,16 @@ from cryptography.hazmat.primitives.serialization import (
 from securesystemslib.dsse import Envelope
 from securesystemslib.signer import CryptoSigner
 
+from kernseal.loader.envelope import FILE as ENVELOPE_FILE
+from kernseal.loader.envelope import MAX_BYTES as MAX_ENVELOPE_BYTES
 from kernseal.loader.envelope import PAYLOAD_TYPE, open_envelope, public_key, read_envelope, write_envelope
 from kernseal.loader.errors import InvalidArgument, IoError
 from kernseal.loader.keys import NAME, POLICY_FILE, PublicKey, write_key
 from kernseal.loader.policy import Policy, trust_key
-from kernseal.loader.statement import parse_statement
+from kernseal.loader.safe_read import directory, read_all
+from kernseal.loader.statement import Statement, parse_statement
+from kernseal.loader.verify import verify_bundle
+from kernseal.loader.violations import Mismatch, raise_first
 
 ENVIRONMENT = "KERNSEAL_SIGNING_KEY"
 DEVELOPER = "developer"
@@ -79,6 +85,27 @@ def add_signature(envelope: bytes, key: SigningKey) -> bytes:
         raise InvalidArgument(f"key {key.keyid}: has already signed this envelope")
     added = key.signer.sign(_pae(signed.payload))
     return write_envelope(signed.payload, [*read_envelope(envelope).signatures.values(), added])
+
+
+def endorse(bundle: Path, key: SigningKey, policy: Policy) -> tuple[bytes, Statement]:
+    """Add a signature to the envelope of a bundle, after checking that ``policy`` accepts every file of it.
+
+    Returns:
+        the envelope to write, and the statement as it was signed. The new signature also vouches for its git commit
+        and dirty state, which pins alone do not: show them to whoever signs.
+
+    Raises:
+        VerificationFailed: the policy does not accept the bundle.
+        InvalidArgument: this key has already signed.
+    """
+    verified = verify_bundle(bundle, policy=policy)
+    with directory(bundle) as root:
+        envelope = read_all(root, ENVELOPE_FILE, limit=MAX_ENVELOPE_BYTES)
+    payload = open_envelope(envelope).payload
+    digest = hashlib.sha256(payload).hexdigest()
+    if digest != verified.manifest_sha256:  # swapped since it was verified
+        raise_first([Mismatch(ENVELOPE_FILE, f"sha256 {digest}", f"sha256 {verified.manifest_sha256}")])
+    return add_signature(envelope, key), parse_statement(payload)
 
 
 def find_key(path: Path | None = None, environment: Mapping[str, str] = os.environ) -> SigningKey:

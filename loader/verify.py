@@ -219,11 +219,14 @@ def _judge(
     by_keys = tuple(f"key:{name}" for name in signers)
     if (by_pins and by_keys) or (by_keys and not policy.both):
         return (*by_pins, *by_keys), []
-    if by_pins and not policy.both:
-        # A revocation is a warning about everything its key signed: pins alone do not silence it.
-        refusals = [violation for violation in refusals if isinstance(violation, Revoked)]
-        return by_pins, list(refusals)
-    return (), [*differences, *refusals]
+    if policy.both:
+        return (), [*differences, *refusals]
+    # A revocation is a warning about everything its key signed: pins alone do not silence it.
+    revocations = [violation for violation in refusals if isinstance(violation, Revoked)]
+    if by_pins:
+        return by_pins, revocations
+    # Where only pins could have vouched, that nobody trusted has signed is no news.
+    return (), [*differences, *(revocations if lock and not policy.keys.trusted else refusals)]
 
 
 def _judge_signatures(

@@ -239,6 +239,42 @@ def test_no_signature_joins_one_that_does_not_verify(statement: bytes) -> None:
         signing.add_signature(envelope, made.signing_key(made.SECOND))
 
 
+def test_a_second_signer_signs_what_the_policy_accepts_and_is_shown_the_git_state(tmp_path: Path) -> None:
+    bundle = made.make(tmp_path / "bundle")
+    policy = bundle.policy(with_keys=False)
+    envelope, statement = signing.endorse(bundle.path, made.signing_key(made.SECOND), policy)
+    (bundle.path / made.ENVELOPE).write_bytes(envelope)
+    assert (statement.commit, statement.dirty) == ("1" * 40, False)
+    result = verify_bundle(bundle.path, policy=Policy(keys=made.key_set(threshold=2)), now=made.NOW)
+    assert result.trusted_by == ("key:release", "key:second")
+
+
+def test_a_second_signer_does_not_sign_an_altered_bundle(tmp_path: Path) -> None:
+    bundle = made.make(tmp_path / "bundle")
+    (bundle.path / "libkernseal.so").write_bytes(b"altered")
+    policy = bundle.policy(with_keys=False)
+    with pytest.raises(errors.Mismatch, match=r"libkernseal\.so"):
+        signing.endorse(bundle.path, made.signing_key(made.SECOND), policy)
+    bundle.put_manifest(canonical.dumps(bundle.rehashed()), made.STRANGER)
+    with pytest.raises(errors.Mismatch, match=r"libkernseal\.so"):
+        signing.endorse(bundle.path, made.signing_key(made.SECOND), policy)
+
+
+def test_an_envelope_swapped_after_verification_is_not_signed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, other = made.make(tmp_path / "bundle"), made.make(tmp_path / "other", salt="other")
+
+    def verify_then_swap(path: Path, *, policy: Policy) -> object:
+        verified = verify_bundle(path, policy=policy)
+        (other.path / made.ENVELOPE).replace(path / made.ENVELOPE)
+        return verified
+
+    monkeypatch.setattr(signing, "verify_bundle", verify_then_swap)
+    with pytest.raises(errors.Mismatch, match=r"manifest\.dsse\.json"):
+        signing.endorse(bundle.path, made.signing_key(made.SECOND), bundle.policy(with_keys=False))
+
+
 def test_trusting_a_key_does_not_bring_back_one_that_is_revoked() -> None:
     policy = Policy(keys=made.key_set())
     assert signing.trusting(policy, made.signing_key(made.REVOKED)) is policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import synthetic_bundle as made
 
 from kernseal.loader import canonical, errors
 from kernseal.loader.pins import parse_pins
-from kernseal.loader.policy import Policy
+from kernseal.loader.policy import NO_KEYS, Policy
 from kernseal.loader.verify import EVERYTHING, verify_bundle, verify_report
 from kernseal.loader.violations import VerificationFailed
 
@@ -114,6 +115,34 @@ def test_a_key_that_is_not_valid_yet_does_not_count(bundle: made.Made) -> None:
     with pytest.raises(VerificationFailed) as caught:
         verify_bundle(bundle.path, policy=policy, now=made.NOW - timedelta(days=700))
     assert "expired" in {violation.status for violation in caught.value.violations}
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("threshold", [0, 1, 2])
+@pytest.mark.parametrize("pinned", ["as it is", "otherwise", "not at all"])
+def test_whatever_is_accepted_has_a_root_that_vouched(
+    bundle: made.Made, tmp_path: Path, pinned: str, threshold: int, both: bool
+) -> None:
+    """Every combination of roots and signers against the rule in one line; threshold 0 is a policy without keys."""
+    locks = {"as it is": bundle.pins, "otherwise": made.make(tmp_path / "other", salt="x").pins}.get(pinned)
+    policy = Policy(
+        pins=(parse_pins(canonical.dumps(locks), "a.lock.json"),) if locks else (),
+        keys=made.key_set(threshold) if threshold else NO_KEYS,
+        both=both,
+    )
+    people = (made.RELEASE, made.SECOND, made.STRANGER, made.REVOKED, made.EXPIRED)
+    for count in range(1, len(people) + 1):
+        for signers in itertools.combinations(people, count):
+            by_pins = pinned == "as it is"
+            good = len({made.RELEASE, made.SECOND} & set(signers))
+            by_keys = 0 < threshold <= good
+            warned = made.REVOKED in signers and threshold > 0
+            wanted = (by_pins and by_keys) if both else by_keys or (by_pins and not warned)
+            bundle.put_manifest(canonical.dumps(bundle.document), *signers)
+            report = verify_report(bundle.path, policy=policy, now=made.NOW)
+            assert report["accepted"] == wanted, signers
+            assert bool(report["trusted_by"]) == wanted
+            assert bool(report["violations"]) != wanted
 
 
 def test_a_bundle_for_another_sm_is_refused(bundle: made.Made) -> None:
