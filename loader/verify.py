@@ -222,7 +222,7 @@ def _judge(
     if policy.both:
         return (), [*differences, *refusals]
     # A revocation is a warning about everything its key signed: pins alone do not silence it.
-    revocations = [violation for violation in refusals if isinstance(violation, Revoked)]
+    revocations: list[Violation] = [violation for violation in refusals if isinstance(violation, Revoked)]
     if by_pins:
         return by_pins, revocations
     # Where only pins could have vouched, that nobody trusted has signed is no news.
