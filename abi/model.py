@@ -85,6 +85,9 @@ class Struct:
     size: int
     min_size: int
 
+    def has(self, name: str) -> bool:
+        return any(field.name == name for field in self.fields)
+
 
 @dataclass(frozen=True)
 class Param:

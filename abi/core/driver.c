@@ -65,8 +65,8 @@ kseal_status kseal_driver_fail(const char *call, CUresult code) {
     return kseal_fail(capture ? KSEAL_CAPTURING : KSEAL_DRIVER_ERROR, "%s: %s (%d): %s", call, name, code, text);
 }
 
-kseal_status kseal_driver_refuse_capture(const char *what) {
-    const CUstream streams[] = {CU_STREAM_LEGACY, CU_STREAM_PER_THREAD};
+kseal_status kseal_driver_refuse_capture(const char *what, CUstream stream) {
+    const CUstream streams[] = {stream, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD};
     for (size_t i = 0; i < sizeof streams / sizeof *streams; i++) {
         int capturing = 0;
         CUresult code = kseal_driver.cuStreamIsCapturing(streams[i], &capturing);

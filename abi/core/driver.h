@@ -82,7 +82,10 @@ kseal_status kseal_driver_open(void);
 /* The status and message for a driver call that returned `code`. */
 kseal_status kseal_driver_fail(const char *call, CUresult code);
 
-/* Fails with KSEAL_CAPTURING where the driver says that this thread's streams are being captured. */
-kseal_status kseal_driver_refuse_capture(const char *what);
+/*
+ * Fails with KSEAL_CAPTURING where the driver says that `stream`, or a blocking stream of the current context, is being
+ * captured. Asking breaks no capture; a capture on some other non-blocking stream cannot be seen without breaking it.
+ */
+kseal_status kseal_driver_refuse_capture(const char *what, CUstream stream);
 
 #endif

@@ -128,8 +128,8 @@ static kseal_status check_device(const struct kseal_op *op, int device, uint32_t
     return KSEAL_OK;
 }
 
-static kseal_status prepare(const kseal_bundle *bundle, const struct kseal_op *op, int32_t device, const uint32_t *axes,
-                            struct kseal_handle *handle) {
+static kseal_status prepare(const kseal_bundle *bundle, const struct kseal_op *op, int32_t device, void *stream,
+                            const uint32_t *axes, struct kseal_handle *handle) {
     kseal_status status = check_axes(op, axes);
     if (status != KSEAL_OK)
         return status;
@@ -140,20 +140,20 @@ static kseal_status prepare(const kseal_bundle *bundle, const struct kseal_op *o
     if (status == KSEAL_OK)
         status = check_device(op, handle->device, &handle->sm_count);
     if (status == KSEAL_OK)
-        status = kseal_driver_refuse_capture(op->name);
+        status = kseal_driver_refuse_capture(op->name, stream);
     if (status == KSEAL_OK)
         status = kseal_variant_acquire(handle->variant, bundle->dirfd, handle->device);
     return status;
 }
 
-kseal_status kseal_op_prepare(kseal_bundle *bundle, const struct kseal_op *op, int32_t device, const uint32_t *axes,
-                              struct kseal_handle **handle) {
+kseal_status kseal_op_prepare(kseal_bundle *bundle, const struct kseal_op *op, int32_t device, void *stream,
+                              const uint32_t *axes, struct kseal_handle **handle) {
     if (bundle == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "%s: bundle is null", op->name);
     struct kseal_handle *prepared = malloc(sizeof *prepared);
     if (prepared == NULL)
         return kseal_fail(KSEAL_OUT_OF_MEMORY, "%s: no memory for a handle", op->name);
-    kseal_status status = prepare(bundle, op, device, axes, prepared);
+    kseal_status status = prepare(bundle, op, device, stream, axes, prepared);
     if (status != KSEAL_OK) {
         free(prepared);
         return status;

@@ -41,8 +41,8 @@ struct kseal_handle {
 };
 
 /* The generated kseal_<op>_prepare and _release. */
-kseal_status kseal_op_prepare(kseal_bundle *bundle, const struct kseal_op *op, int32_t device, const uint32_t *axes,
-                              struct kseal_handle **handle);
+kseal_status kseal_op_prepare(kseal_bundle *bundle, const struct kseal_op *op, int32_t device, void *stream,
+                              const uint32_t *axes, struct kseal_handle **handle);
 kseal_status kseal_op_release(struct kseal_handle *handle);
 
 /* For launch code: fails with KSEAL_NOT_PREPARED unless the handle's device is current. */

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from cpu.fake_driver.gpu import FakeGpu
@@ -31,10 +30,3 @@ def built_variant() -> Callable[..., object]:
     if reason := host_objects.unavailable():
         pytest.skip(reason)
     return host_objects.compiled
-
-
-@pytest.fixture
-def bundle_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "bundle"
-    folder.mkdir()
-    return folder

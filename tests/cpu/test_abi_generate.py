@@ -78,6 +78,19 @@ def test_a_field_added_to_kernel_yaml_changes_every_declaration(
     assert (args.size, args.min_size) == (before.size + 8, before.size), "callers of 1.0 stay welcome"
 
 
+def test_a_config_with_a_stream_has_it_asked_about_capture(copy: Path) -> None:
+    ops = copy / "abi" / "generated" / "kernseal_ops.c"
+    device = '    - {name: device, type: i32, doc: "'
+    yaml_path = copy / "kernels" / "gdn_prefill" / "kernel.yaml"
+    lines = [line for line in yaml_path.read_text().splitlines() if "{name: stream, type: stream" not in line]
+    yaml_path.write_text("\n".join(lines) + "\n")
+    assert generate.main(["--root", str(copy)]) == 0
+    assert "c.device, NULL, axes" in ops.read_text()
+    edit(yaml_path, device, '    - {name: stream, type: stream, doc: "S."}\n' + device)
+    assert generate.main(["--root", str(copy)]) == 0
+    assert "c.device, c.stream, axes" in ops.read_text()
+
+
 def test_numbers_are_not_given_twice(copy: Path) -> None:
     edit(copy / "abi" / "types.yaml", "name: f16,  value: 2", "name: f16,  value: 1")
     with pytest.raises(ValueError, match="kseal_dtype: a name or number is used twice"):

@@ -36,6 +36,19 @@ TEST(a_message_that_is_too_long_is_cut_and_says_so) {
     CHECK(strcmp(kseal_last_error() + KSEAL_MESSAGE_SIZE - 4, "...") == 0);
 }
 
+TEST(a_capture_on_a_stream_of_the_callers_is_seen) {
+    CHECK(kseal_driver_open() == KSEAL_OK);
+    fake_set_capturing_stream(at(0x1234));
+    CHECK(kseal_driver_refuse_capture("op", NULL) == KSEAL_OK);
+    CHECK(kseal_driver_refuse_capture("op", at(0x5678)) == KSEAL_OK);
+    REFUSES(KSEAL_CAPTURING, kseal_driver_refuse_capture("op", at(0x1234)), "op: ", "captured into a graph");
+}
+TEST(a_capture_on_the_per_thread_default_stream_is_seen) {
+    CHECK(kseal_driver_open() == KSEAL_OK);
+    fake_set_capturing_stream(at(2));
+    REFUSES(KSEAL_CAPTURING, kseal_driver_refuse_capture("op", NULL), "captured into a graph");
+}
+
 static int open_files(void) {
     int count = 0;
     DIR *folder = opendir("/proc/self/fd");

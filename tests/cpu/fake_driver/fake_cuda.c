@@ -6,6 +6,7 @@
 
 extern _Thread_local int fake_pushed;
 extern int fake_capturing;
+extern void *fake_capturing_stream;
 int fake_device_count(void);
 
 struct launch_config {
@@ -94,9 +95,8 @@ int cuGetErrorString(int code, const char **string) {
 }
 
 int cuStreamIsCapturing(void *stream, int *status) {
-    (void)stream;
     INJECT("cuStreamIsCapturing");
-    *status = fake_capturing;
+    *status = fake_capturing != 0 || (stream != NULL && stream == fake_capturing_stream);
     return 0;
 }
 

@@ -18,6 +18,7 @@ static struct {
 } injected;
 static int device_count = 1, cc_major = 9, cc_minor = 0, sm_count = 132, current_device;
 int fake_capturing;
+void *fake_capturing_stream;
 static uint32_t param_count, param_sizes[FAKE_MAX_PARAMS];
 /* A context that this thread pushed; -1 for none, when the test's choice holds. */
 _Thread_local int fake_pushed = -1;
@@ -222,6 +223,7 @@ void fake_reset(void) {
     sm_count = 132;
     current_device = 0;
     fake_capturing = 0;
+    fake_capturing_stream = NULL;
     param_count = 0;
     pthread_mutex_unlock(&mutex);
 }
@@ -246,6 +248,8 @@ int fake_device_count(void) { return device_count; }
 void fake_set_current(int device) { current_device = device; }
 
 void fake_set_capturing(int status) { fake_capturing = status; }
+
+void fake_set_capturing_stream(void *stream) { fake_capturing_stream = stream; }
 
 void fake_set_params(uint32_t count, const uint32_t *sizes) {
     param_count = count < FAKE_MAX_PARAMS ? count : FAKE_MAX_PARAMS;

@@ -46,7 +46,8 @@ void fake_reset(void);
 void fake_fail(const char *call, int code, int after);
 void fake_set_device(int count, int major, int minor, int sms);
 void fake_set_current(int device);
-void fake_set_capturing(int status);
+void fake_set_capturing(int status); /* of every stream */
+void fake_set_capturing_stream(void *stream); /* of this one only */
 void fake_set_params(uint32_t count, const uint32_t *sizes);
 /* Calls a host function over a stack filled with `byte`, so that what it passes on without having set it shows. */
 void fake_call_over(int byte, void (*function)(void **, int32_t), void **args, int32_t count);
