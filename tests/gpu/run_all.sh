@@ -24,7 +24,7 @@ run_sanitizer() {
     for bundle in ${BUNDLES:-sm90 sm120_on_sm90}; do
         for tool in memcheck initcheck racecheck synccheck; do
             echo "== $tool $bundle" | tee -a "$out/sanitizer.log"
-            timeout 150 "$sanitizer" --tool "$tool" --error-exitcode 99 --print-limit 20 \
+            timeout "${SANITIZER_TIMEOUT:-150}" "$sanitizer" --tool "$tool" --error-exitcode 99 --print-limit 20 \
                 "$python" -m gpu.sanitize "$bundle" >"$out/sanitizer.part" 2>&1
             rc=$?
             cat "$out/sanitizer.part" >>"$out/sanitizer.log"
