@@ -281,11 +281,14 @@ def _dependencies(made: Plan, used: Mapping[str, Op]) -> list[dict[str, Any]]:
         names |= {f"kernseal:patches/{item.name}": item.sha256 for item in made.patches[op.name]}
     names |= {f"kernseal:patches/ptx/{rule.name}": rule.sha256 for rule in made.rules}
     found += [{"uri": uri, "digest": {"sha256": names[uri]}} for uri in sorted(names)]
-    found += [
-        {"uri": tool.purl, "digest": {"sha256": tool.pin}}
-        for tool in sorted(made.tools, key=lambda tool: tool.name)
-    ]
+    found += [_tool(tool) for tool in sorted(made.tools, key=lambda tool: tool.name)]
     return found
+
+
+def _tool(tool: toolchain.Tool) -> dict[str, Any]:
+    """A tool: its reviewed wheels, one of which is what ran, file for file; the same text on every Python."""
+    wheels = next(pin.wheels for pin in toolchain.load_pins() if pin.name == tool.name)
+    return {"uri": tool.purl, "digest": {"sha256": tool.pin}, "annotations": {"role": tool.role, "wheels": wheels}}
 
 
 def build(

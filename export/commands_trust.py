@@ -84,7 +84,7 @@ def verify_bundle(
     def people() -> None:
         for found in report["violations"]:
             click.echo(
-                f"{found['kind']}: {found['path']}: found {found['found']}; expected {found['expected']}"
+                f"{found['status']}: {found['path']}: found {found['found']}; expected {found['expected']}"
             )
         if report["accepted"]:
             click.echo(
@@ -127,26 +127,42 @@ def keygen(path: Path, name: str | None, as_json: bool) -> None:
     type=click.Path(path_type=Path),
     help="Private key (PEM). Default: KERNSEAL_SIGNING_KEY, else the developer key.",
 )
+@click.option("--pins", type=click.Path(path_type=Path), help="A lock file, or a folder of them, to trust.")
+@click.option(
+    "--trust",
+    "keys",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A public key file, or a folder of them, to trust.",
+)
 @output.as_json
-def sign(bundle: Path, key: Path | None, as_json: bool) -> None:
-    """Add a signature to a bundle that its pins or a trusted key already vouch for.
+def sign(bundle: Path, key: Path | None, pins: Path | None, keys: tuple[Path, ...], as_json: bool) -> None:
+    """Add a signature to a bundle that pins or a trusted key already vouch for.
+
+    The signature also vouches for the commit that the manifest names, which pins cannot cover.
 
     \b
     Example:
       kernseal sign dist/sm_120a-linux-x86_64 --key second.pem
     """
     from kernseal.export import signing
-    from kernseal.loader.envelope import FILE, MAX_BYTES
-    from kernseal.loader.safe_read import directory, read_all
+    from kernseal.loader.envelope import FILE
+    from kernseal.loader.policy import Policy
 
     if not bundle.is_dir():
         raise InvalidArgument(f"{bundle}: not a bundle's folder")
     signer = signing.find_key(key)
-    with directory(bundle, follow=True) as root:
-        envelope = read_all(root, FILE, limit=MAX_BYTES)
-    files.write_atomic(bundle / FILE, signing.add_signature(envelope, signer))
-    data = {"bundle": str(bundle), "keyid": signer.keyid, "signed_by": signer.origin}
-    output.show(data, as_json, lambda: click.echo(f"{bundle}: signed with {signer.origin} ({signer.keyid})"))
+    envelope, statement = signing.endorse(bundle, signer, Policy.from_options(pins, keys))
+    files.write_atomic(bundle / FILE, envelope)
+    state = f"commit {statement.commit or 'unknown'}{' (dirty)' if statement.dirty else ''}"
+    data = {
+        "bundle": str(bundle),
+        "keyid": signer.keyid,
+        "signed_by": signer.origin,
+        "commit": statement.commit,
+        "dirty": statement.dirty,
+    }
+    output.show(data, as_json, lambda: click.echo(f"{bundle}, {state}: signed with {signer.origin} ({signer.keyid})"))
 
 
 @click.command()

@@ -14,6 +14,7 @@ from .errors import Capturing, InvalidArgument
 from .library import LIBRARY_FILE, Library, load_library
 from .op import Op
 from .policy import Policy
+from .tensors import stream_handle
 from .verify import verify_bundle
 
 
@@ -82,12 +83,13 @@ class Bundle:
         count = self._library.c.kseal_variant_count(handle)
         return [_variant(self._library, handle, index) for index in range(count)]
 
-    def prepare(self, op: str, **config: Any) -> Op:
+    def prepare(self, op: str, *, stream: object = 0, **config: Any) -> Op:
         """Return the op ready to run with ``config``: variant picked, verified and loaded on the device.
 
         The same config gives the same op again at the cost of a look-up; ops live until the bundle closes.
         ``config`` holds the fields of ``kseal_<op>_config``, enums in words (``dtype="bf16"``) and
-        switches as bools. What is left out takes the defaults of the op's ``operands.py``.
+        switches as bools. What is left out takes the defaults of the op's ``operands.py``. ``stream`` is
+        one that runs will use (as in ``Op.run``): preparing is refused while it is being captured.
 
         Raises:
             InvalidArgument: a field is unknown, missing or not of its type, or the bundle is closed.
@@ -106,6 +108,7 @@ class Bundle:
             found = self._ops.get(key)
             if found is None:
                 _refuse_torch_capture(op)
+                config["stream"] = stream_handle(stream)
                 found = self._ops[key] = Op(self._library, handle, op, config)
             return found
 

@@ -50,6 +50,7 @@ enum {
     F(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                                                    \
     F(cuDevicePrimaryCtxRelease_v2, (CUdevice device))                                                                     \
     F(cuCtxGetDevice, (CUdevice * device))                                                                                 \
+    F(cuCtxGetCurrent, (CUcontext * context))                                                                              \
     F(cuCtxPushCurrent_v2, (CUcontext context))                                                                            \
     F(cuCtxPopCurrent_v2, (CUcontext * context))                                                                           \
     F(cuGetErrorName, (CUresult code, const char **name))                                                                  \

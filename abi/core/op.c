@@ -128,6 +128,19 @@ static kseal_status check_device(const struct kseal_op *op, int device, uint32_t
     return KSEAL_OK;
 }
 
+/* The context that runs take where the thread has none. The primary one is made only if the caller works in no other. */
+static kseal_status remember_context(struct kseal_handle *handle) {
+    CUdevice current;
+    CUresult code;
+    handle->retained = kseal_driver.cuCtxGetDevice(&current) != 0 || current != handle->device;
+    if (!handle->retained) {
+        code = kseal_driver.cuCtxGetCurrent(&handle->context);
+        return code == 0 ? KSEAL_OK : kseal_driver_fail("cuCtxGetCurrent", code);
+    }
+    code = kseal_driver.cuDevicePrimaryCtxRetain(&handle->context, handle->device);
+    return code == 0 ? KSEAL_OK : kseal_driver_fail("cuDevicePrimaryCtxRetain", code);
+}
+
 static kseal_status prepare(const kseal_bundle *bundle, const struct kseal_op *op, int32_t device, void *stream,
                             const uint32_t *axes, struct kseal_handle *handle) {
     kseal_status status = check_axes(op, axes);
@@ -143,6 +156,11 @@ static kseal_status prepare(const kseal_bundle *bundle, const struct kseal_op *o
         status = kseal_driver_refuse_capture(op->name, stream);
     if (status == KSEAL_OK)
         status = kseal_variant_acquire(handle->variant, bundle->dirfd, handle->device);
+    if (status != KSEAL_OK)
+        return status;
+    status = remember_context(handle);
+    if (status != KSEAL_OK)
+        kseal_variant_release(handle->variant);
     return status;
 }
 
@@ -166,6 +184,8 @@ kseal_status kseal_op_release(struct kseal_handle *handle) {
     if (handle == NULL)
         return KSEAL_OK;
     kseal_status status = kseal_variant_release(handle->variant);
+    if (handle->retained)
+        kseal_driver.cuDevicePrimaryCtxRelease_v2(handle->device);
     free(handle);
     return status;
 }
@@ -173,6 +193,8 @@ kseal_status kseal_op_release(struct kseal_handle *handle) {
 kseal_status kseal_handle_check_device(const struct kseal_handle *handle) {
     CUdevice device;
     CUresult code = kseal_driver.cuCtxGetDevice(&device);
+    if (code == CUDA_ERROR_INVALID_CONTEXT)
+        return KSEAL_OK; /* no context: the launch takes the handle's */
     if (code != 0)
         return kseal_driver_fail("cuCtxGetDevice", code);
     if (device != handle->device)
@@ -182,5 +204,17 @@ kseal_status kseal_handle_check_device(const struct kseal_handle *handle) {
 }
 
 kseal_status kseal_handle_launch(const struct kseal_handle *handle, void **args, int32_t count) {
-    return kseal_cute_call(handle->variant, args, count);
+    CUcontext current, popped;
+    CUresult code = kseal_driver.cuCtxGetCurrent(&current);
+    if (code != 0)
+        return kseal_driver_fail("cuCtxGetCurrent", code);
+    if (current != NULL)
+        return kseal_cute_call(handle->variant, args, count);
+    /* A thread that has not used CUDA yet, as runtime API users have: theirs would get the context now. */
+    code = kseal_driver.cuCtxPushCurrent_v2(handle->context);
+    if (code != 0)
+        return kseal_driver_fail("cuCtxPushCurrent", code);
+    kseal_status status = kseal_cute_call(handle->variant, args, count);
+    kseal_driver.cuCtxPopCurrent_v2(&popped);
+    return status;
 }

@@ -2,6 +2,8 @@
 #ifndef KSEAL_CORE_OP_H
 #define KSEAL_CORE_OP_H
 
+#include <stdbool.h>
+
 #include "variant.h"
 
 /* One axis of an op's config and the values it can have. */
@@ -37,6 +39,8 @@ struct kseal_op {
 struct kseal_handle {
     const struct kseal_variant *variant;
     int device;
+    CUcontext context; /* where it runs on a thread that has none: the one it was prepared in */
+    bool retained;     /* context is the device's primary one and was retained for this handle */
     uint32_t sm_count;
 };
 
@@ -45,7 +49,7 @@ kseal_status kseal_op_prepare(kseal_bundle *bundle, const struct kseal_op *op, i
                               const uint32_t *axes, struct kseal_handle **handle);
 kseal_status kseal_op_release(struct kseal_handle *handle);
 
-/* For launch code: fails with KSEAL_NOT_PREPARED unless the handle's device is current. */
+/* For launch code: fails with KSEAL_NOT_PREPARED where another device than the handle's is current. */
 kseal_status kseal_handle_check_device(const struct kseal_handle *handle);
 
 /*

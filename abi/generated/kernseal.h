@@ -189,6 +189,8 @@ typedef struct kseal_gdn_prefill_config {
     uint32_t struct_size;
     /* CUDA device ordinal, or -1 for the device of the current context. */
     int32_t device;
+    /* Stream that runs will use, or null: prepare refuses while it is being captured. */
+    void *stream;
     /* Element type of q, k, v and o. kseal_dtype: bf16, f16. */
     uint32_t dtype;
     /* Element type of the states and checkpoints. kseal_dtype: f32, bf16. */
@@ -275,7 +277,7 @@ typedef struct kseal_gdn_prefill_args {
     /* [N + 1] of index_dtype: running counts of seq_len // checkpoint_every; aligned to its element. Null
      * exactly when config.checkpoints is 0. */
     const void *checkpoint_cu_starts;
-    /* Scratch of the size kseal_gdn_prefill_workspace gives, 128-byte aligned, one per launch in flight.
+    /* Scratch of the size kseal_gdn_prefill_workspace_size gives, 128-byte aligned, one per launch in flight.
      * Contents need not be kept. */
     void *workspace;
     /* Size of workspace. In bytes. */

@@ -201,6 +201,8 @@ pub struct kseal_gdn_prefill_config {
     pub struct_size: u32,
     /// CUDA device ordinal, or -1 for the device of the current context.
     pub device: i32,
+    /// Stream that runs will use, or null: prepare refuses while it is being captured.
+    pub stream: *mut c_void,
     /// Element type of q, k, v and o. kseal_dtype: bf16, f16.
     pub dtype: u32,
     /// Element type of the states and checkpoints. kseal_dtype: f32, bf16.
@@ -301,7 +303,7 @@ pub struct kseal_gdn_prefill_args {
     pub checkpoints: *mut c_void,
     /// \[N + 1\] of index_dtype: running counts of seq_len // checkpoint_every; aligned to its element. Null exactly when config.checkpoints is 0.
     pub checkpoint_cu_starts: *const c_void,
-    /// Scratch of the size kseal_gdn_prefill_workspace gives, 128-byte aligned, one per launch in flight. Contents need not be kept.
+    /// Scratch of the size kseal_gdn_prefill_workspace_size gives, 128-byte aligned, one per launch in flight. Contents need not be kept.
     pub workspace: *mut c_void,
     /// Size of workspace. In bytes.
     pub workspace_bytes: u64,

@@ -73,6 +73,7 @@ typedef struct kseal_variant_info {
 typedef struct kseal_gdn_prefill_config {
     uint32_t struct_size;
     int32_t device;
+    void *stream;
     uint32_t dtype;
     uint32_t state_dtype;
     uint32_t state_layout;

@@ -153,7 +153,7 @@ KSEAL_API kseal_status kseal_gdn_prefill_prepare(kseal_bundle *bundle, const kse
     if (status != KSEAL_OK)
         return status;
     const uint32_t axes[] = {c.dtype, c.state_dtype, c.state_layout, c.index_dtype, c.initial_state, c.pooled, c.alpha, c.beta, c.checkpoints};
-    status = kseal_op_prepare(bundle, &kseal_gdn_prefill_op, c.device, NULL, axes, &prepared);
+    status = kseal_op_prepare(bundle, &kseal_gdn_prefill_op, c.device, c.stream, axes, &prepared);
     *handle = (kseal_gdn_prefill *)prepared;
     return status;
 }

@@ -63,6 +63,7 @@ SPEC = OpSpec(
     derive=_derive,
     config_defaults={
         "device": -1,
+        "stream": 0,
         "dtype": "bf16",
         "state_dtype": "f32",
         "state_layout": "hvk",

@@ -240,7 +240,7 @@ def test_a_variant_that_the_profile_lacks_lists_what_is_there() -> None:
 
 
 def test_an_sm_that_no_op_has_lists_those_that_are_there() -> None:
-    with pytest.raises(Unsupported, match="SM 'sm_75a': supported: sm_90a, .*sm_120a-on-sm_90a"):
+    with pytest.raises(Unsupported, match=r"SM 'sm_75a': supported: sm_90a, .*sm_120a-on-sm_90a"):
         spec.parse_target("75", None, OPS)
 
 

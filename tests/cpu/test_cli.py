@@ -24,9 +24,9 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_commands_are_those_that_are_documented() -> None:
-    assert COMMANDS == sorted(
+    assert sorted(
         ["build", "verify-source", "verify-bundle", "gate", "list", "inspect", "keygen", "sign", "doctor"]
-    )
+    ) == COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -213,7 +213,7 @@ def test_an_op_that_is_not_there_is_refused(opened: Bundle) -> None:
         ({"q": object()}, InvalidArgument, "q: expected a tensor"),
         ({"stream": "main"}, InvalidArgument, "stream: expected"),
     ],
-    ids=str,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else getattr(value, "__name__", value),
 )
 def test_bad_arguments_are_refused_by_name(
     opened: Bundle, gpu: FakeGpu, change: dict[str, Any], error: type[Exception], words: str

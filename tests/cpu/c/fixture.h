@@ -70,7 +70,8 @@ static inline kseal_bundle *open_bundle(void) {
 /* The config of a variant, from its axes: they are the config's fields in order. */
 static inline config_t config_of(const char *variant) {
     config_t config = {.struct_size = sizeof config, .device = -1};
-    memcpy(&config.dtype, variant_named(variant)->axes, sizeof config - offsetof(config_t, dtype));
+    size_t axes = offsetof(config_t, checkpoints) + sizeof config.checkpoints - offsetof(config_t, dtype);
+    memcpy(&config.dtype, variant_named(variant)->axes, axes);
     return config;
 }
 

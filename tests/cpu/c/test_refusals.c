@@ -251,11 +251,22 @@ TEST(run_on_a_device_that_was_not_prepared) {
     REFUSES(KSEAL_NOT_PREPARED, kseal_gdn_prefill_run(handle, &a), "device 1 is current", "device 0");
     CHECK(logged("launch") == 0);
 }
-TEST(run_without_a_context) {
+TEST(run_on_a_thread_without_a_context_takes_that_of_prepare_and_leaves_none) {
+    int device;
     set_up("packed");
     args_t a = args_of("packed");
     fake_set_current(-1);
-    REFUSES(KSEAL_DRIVER_ERROR, kseal_gdn_prefill_run(handle, &a), "cuCtxGetDevice", "201");
+    CHECK(kseal_gdn_prefill_run(handle, &a) == KSEAL_OK);
+    CHECK(logged("launch") == 1);
+    CHECK(fake_current_device(&device) == 201);
+}
+TEST(run_on_a_thread_without_a_context_where_the_drivers_push_fails) {
+    set_up("packed");
+    args_t a = args_of("packed");
+    fake_set_current(-1);
+    fake_fail("cuCtxPushCurrent", 2, 0);
+    REFUSES(KSEAL_DRIVER_ERROR, kseal_gdn_prefill_run(handle, &a), "cuCtxPushCurrent", "2");
+    CHECK(logged("launch") == 0);
 }
 TEST(a_launch_that_fails_gives_the_drivers_name_code_and_text) {
     set_up("packed");

@@ -62,6 +62,13 @@ int cuCtxGetDevice(int *device) {
     return fake_current_device(device);
 }
 
+int cuCtxGetCurrent(void **context) {
+    int device;
+    INJECT("cuCtxGetCurrent");
+    *context = fake_current_device(&device) == 0 ? (void *)(uintptr_t)(0x1000 + device) : NULL;
+    return 0;
+}
+
 int cuCtxPushCurrent_v2(void *context) {
     INJECT("cuCtxPushCurrent");
     fake_pushed = (int)((uintptr_t)context - 0x1000);
