@@ -8,13 +8,13 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from elftools.common.exceptions import ELFError
 from elftools.elf.elffile import ELFFile
 
 from kernseal.loader.errors import Malformed
 
 REGCOUNT, FRAME_SIZE, PARAM_CBANK, CBANK_PARAM_SIZE, KPARAM_INFO = 0x2F, 0x11, 0x0A, 0x19, 0x17
 SIZED, HALF = 0x04, 0x03
+COMPRESSED, HEADER_BYTES = 0x800, 64
 CODE_SECTIONS = (".text.", ".nv.constant", ".nv.global", ".nv.info", ".nv.shared.")
 
 
@@ -65,8 +65,8 @@ def read(data: bytes) -> Cubin:
     Raises:
         Malformed: not an ELF file, or its attributes do not parse.
     """
+    elf = _open(data, "cubin")
     try:
-        elf = ELFFile(io.BytesIO(data))
         sections = {section.name: section for section in elf.iter_sections()}
         names = [name[len(".text.") :] for name in sections if name.startswith(".text.")]
         symbols = _symbols(elf)
@@ -74,17 +74,36 @@ def read(data: bytes) -> Cubin:
         entries = {name: _entry(name, sections, per_symbol.get(name, {})) for name in sorted(names)}
         entries = {name: entry for name, entry in entries.items() if f".nv.info.{name}" in sections}
         return Cubin(entries, _code_digest(sections))
-    except (
-        ELFError,
-        struct.error,
-        UnicodeDecodeError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-    ) as error:
+    except Exception as error:  # whatever pyelftools makes of nonsense, and it is a lot
         raise Malformed(f"cubin: {type(error).__name__}: {error}") from error
+
+
+def _open(data: bytes, what: str) -> ELFFile:
+    """An ELF file of 64 bits whose sections lie in it side by side: reading it costs no more than its size.
+
+    Raises:
+        Malformed: it is none.
+    """
+    try:
+        elf = ELFFile(io.BytesIO(data))
+        end = elf["e_shoff"] + elf["e_shnum"] * elf["e_shentsize"]
+        if elf.elfclass != 64 or elf["e_shentsize"] != HEADER_BYTES or end > len(data):
+            raise Malformed(f"{what}: its section table does not lie in its {len(data)} bytes")
+        total = 0
+        for section in elf.iter_sections():
+            # A compressed section could unpack to anything; compilers make none here.
+            if section["sh_flags"] & COMPRESSED:
+                raise Malformed(
+                    f"{what}: section {section.name!r} is compressed; supported are plain sections"
+                )
+            total += 0 if section["sh_type"] == "SHT_NOBITS" else section["sh_size"]
+    except Malformed:
+        raise
+    except Exception as error:
+        raise Malformed(f"{what}: {type(error).__name__}: {error}") from error
+    if total > len(data):
+        raise Malformed(f"{what}: {total} bytes of sections; supported are at most its own {len(data)}")
+    return elf
 
 
 def _bytes(section: object) -> bytes:
@@ -150,9 +169,10 @@ def undefined_symbols(data: bytes) -> list[str]:
     Raises:
         Malformed: not an ELF file.
     """
+    elf = _open(data, "object file")
     try:
-        table = ELFFile(io.BytesIO(data)).get_section_by_name(".symtab")
+        table = elf.get_section_by_name(".symtab")
         symbols = [] if table is None else table.iter_symbols()
         return sorted(s.name for s in symbols if s.name and s["st_shndx"] == "SHN_UNDEF")
-    except (ELFError, struct.error, ValueError) as error:
+    except Exception as error:
         raise Malformed(f"object file: {type(error).__name__}: {error}") from error

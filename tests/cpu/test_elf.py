@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import struct
 
 import pytest
 from builds import PACKED, bundle
 from elftools.elf.elffile import ELFFile
+from fuzz.small_elf import small_cubin
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -64,3 +66,30 @@ def test_a_damaged_cubin_is_malformed_or_read_never_a_crash(image: bytes, data: 
 def test_noise_is_malformed(noise: bytes) -> None:
     with pytest.raises(Malformed):
         elf.read(noise)
+
+
+SECTION_FLAGS, SECTION_SIZE = 8, 32
+
+
+def with_section_field(index: int, field: int, value: int) -> bytes:
+    data = bytearray(small_cubin())
+    (table,) = struct.unpack_from("<Q", data, 40)
+    struct.pack_into("<Q", data, table + 64 * index + field, value)
+    return bytes(data)
+
+
+def test_a_compressed_section_is_refused_before_it_is_unpacked() -> None:
+    with pytest.raises(Malformed, match=r"section '\.nv\.info' is compressed; supported are plain"):
+        elf.read(with_section_field(2, SECTION_FLAGS, elf.COMPRESSED))
+
+
+def test_sections_that_together_are_larger_than_the_file_are_refused() -> None:
+    with pytest.raises(Malformed, match="supported are at most its own"):
+        elf.read(with_section_field(1, SECTION_SIZE, 1 << 62))
+
+
+def test_a_section_table_beyond_the_end_is_refused() -> None:
+    data = bytearray(small_cubin())
+    struct.pack_into("<Q", data, 40, 1 << 63)
+    with pytest.raises(Malformed, match="section table does not lie in its 773 bytes"):
+        elf.read(bytes(data))

@@ -1,10 +1,10 @@
-"""Coverage-guided fuzzing of the readers of manifest, envelope, pins and keys, with atheris.
+"""Coverage-guided fuzzing of the readers of manifest, envelope, pins, keys and ELF files, with atheris.
 
     pip install atheris
     PYTHONPATH=tests python tests/fuzz/fuzz_readers.py statement build/fuzz/statement -max_total_time=600
 
-The first argument is a reader (``json statement envelope pins key policy``), the second a corpus folder, which is made
-and seeded when it is not there; the rest goes to libFuzzer. Ends with an error at the first input on which a reader
+The first argument is a reader (``json statement envelope pins key policy cubin object``), the second a corpus folder, which
+is made and seeded when it is not there; the rest goes to libFuzzer. Ends with an error at the first input on which a reader
 raises anything but a typed refusal, and leaves that input in a file.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import atheris  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-with atheris.instrument_imports(include=["kernseal.loader"]):
+with atheris.instrument_imports(include=["kernseal.loader", "kernseal.export.elf", "elftools"]):
     from fuzz import readers
 
     from kernseal.loader import canonical

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import synthetic_bundle as made
+from fuzz.small_elf import small_cubin
 
-from kernseal.loader import canonical
+from kernseal.export import elf
+from kernseal.loader import canonical, errors
 from kernseal.loader.envelope import open_envelope, write_envelope
 from kernseal.loader.envelope import read_envelope as parsed_envelope
 from kernseal.loader.keys import _parse_policy, parse_key, write_key
@@ -63,6 +65,21 @@ def read_policy(data: bytes) -> None:
     assert not keys.trusted
 
 
+def read_cubin(data: bytes) -> None:
+    """Whatever is accepted has entries with names of their own and a digest of its code."""
+    cubin = elf.read(data)
+    assert all(name == entry.name for name, entry in cubin.entries.items())
+    assert all(entry.code_bytes <= len(data) for entry in cubin.entries.values())
+    assert len(cubin.code_sha256) == 64
+
+
+def read_object(data: bytes) -> None:
+    """Names of imports, sorted."""
+    names = elf.undefined_symbols(data)
+    assert names == sorted(names)
+    assert all(names)
+
+
 READERS: Mapping[str, Callable[[bytes], None]] = {
     "json": read_json,
     "statement": read_statement,
@@ -71,6 +88,8 @@ READERS: Mapping[str, Callable[[bytes], None]] = {
     "key": read_key,
     "policy": read_policy,
 }
+BINARY_READERS: Mapping[str, Callable[[bytes], None]] = {"cubin": read_cubin, "object": read_object}
+EVERY_READER = {**READERS, **BINARY_READERS}
 
 
 def seeds() -> dict[str, bytes]:
@@ -85,17 +104,23 @@ def seeds() -> dict[str, bytes]:
         "pins": canonical.dumps(made.pins(document)),
         "key": write_key(revoked),
         "policy": canonical.dumps({"schema": 1, "threshold": 1, "keys": []}),
+        "cubin": small_cubin(),
+        "object": small_cubin(),
     }
 
 
 def drive(name: str, data: bytes) -> bool:
     """Whether the reader accepted; anything but a typed refusal goes through as the bug that it is."""
     try:
-        READERS[name](data)
+        EVERY_READER[name](data)
     except VerificationFailed as error:
         assert error.violations
         assert all(v.path and v.found and v.expected for v in error.violations)
         assert canonical.dumps(error.to_json())
         assert str(error).isascii()
+        return False
+    except errors.Malformed as error:  # of the ELF readers, which verification never calls
+        assert name in BINARY_READERS
+        assert str(error)
         return False
     return True
