@@ -22,7 +22,7 @@ from gpu.problems import (  # noqa: E402
     run,
 )
 
-CARRY_LIMIT = 2e-3
+CARRY_LIMIT = 6e-3
 """Carrying a float32 state between calls must cost less than the rounding of one bfloat16 output."""
 
 
