@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from kernseal.export import files, output, source
+from kernseal.export import verify_source as verifying
 from kernseal.loader.errors import InvalidArgument, SourceInvalid
 
 
@@ -25,7 +26,7 @@ def verify_source(path: Path | None, as_json: bool) -> None:
     pin = source.upstream()
     given = path or source.fetch_wheel(pin)
     wanted = {**source.all_wanted(), **pin.licences}
-    findings = source.verify(given, pin, wanted, source.listing())
+    findings = verifying.verify(given, pin, wanted, source.listing())
     data = {
         "source": str(given),
         "pinned": pin.purl,

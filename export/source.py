@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
 from kernseal.export import files, paths
+from kernseal.export.findings import FileChanged, FileMissing
 from kernseal.loader.errors import SourceInvalid
-
-VERSION_FILES = ("flashinfer/_build_meta.py", "version.txt")
 
 
 @dataclass(frozen=True)
@@ -58,92 +56,6 @@ def listing() -> dict[str, str]:
     """Path to SHA-256 of everything in the watched folders."""
     data: dict[str, str] = json.loads((paths.kernels() / "upstream_listing.json").read_text())
     return data
-
-
-# --- results -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, order=True)
-class Finding:
-    """Something about a source that is not as pinned."""
-
-    kind: ClassVar[str] = ""
-    path: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.path}"
-
-    def to_json(self) -> dict[str, str]:
-        return {"kind": self.kind, **self.__dict__}
-
-
-@dataclass(frozen=True, order=True)
-class FileMissing(Finding):
-    """A pinned file is not there."""
-
-    kind = "missing"
-
-
-@dataclass(frozen=True, order=True)
-class FileAdded(Finding):
-    """A file in a watched folder that the pins do not name."""
-
-    kind = "unknown"
-
-
-@dataclass(frozen=True, order=True)
-class FileChanged(Finding):
-    """A pinned file with other bytes."""
-
-    kind = "mismatch"
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.path}: expected sha256 {self.expected}, found {self.found}"
-
-
-@dataclass(frozen=True, order=True)
-class WrongVersion(Finding):
-    """A FlashInfer of another version."""
-
-    kind = "wrong_version"
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.path} says {self.found}, the pin is {self.expected}"
-
-
-@dataclass(frozen=True, order=True)
-class NotThere(Finding):
-    """Nothing at this path."""
-
-    kind = "not_there"
-
-
-@dataclass(frozen=True, order=True)
-class EmptySource(Finding):
-    """A folder with nothing in it."""
-
-    kind = "empty"
-
-
-@dataclass(frozen=True, order=True)
-class NotASource(Finding):
-    """A folder (perhaps inside some other repository) that holds no FlashInfer."""
-
-    kind = "not_a_source"
-
-
-@dataclass(frozen=True, order=True)
-class SubmoduleMissing(Finding):
-    """A checkout whose submodule was never initialised."""
-
-    kind = "submodule_not_initialised"
-
-
-# --- the kinds of source -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -194,110 +106,6 @@ def folder_source(root: Path, pin: Upstream) -> Source:
         return sorted(str(PurePosixPath(folder) / path.relative_to(top).as_posix()) for path in found)
 
     return Source(str(root), read, names)
-
-
-# --- checking ----------------------------------------------------------------------------------------------------------
-
-
-def verify(path: Path, pin: Upstream, wanted: Mapping[str, str], watched: Mapping[str, str]) -> list[Finding]:
-    """Everything about the source at ``path`` that is not as pinned; empty when it is the pinned one.
-
-    Args:
-        path: a wheel, an unpacked wheel, or a checkout.
-        pin: ``upstream()``.
-        wanted: path to SHA-256 that must be there (the union of the ops' source sets).
-        watched: path to SHA-256 of the whole content of the watched folders.
-    """
-    if not path.exists():
-        return [NotThere(str(path))]
-    if path.is_file():
-        return _verify_wheel(path, pin) or _verify_files(wheel_source(path), pin, wanted, watched)
-    return _verify_folder(path, pin) or _verify_files(folder_source(path, pin), pin, wanted, watched)
-
-
-def _verify_wheel(path: Path, pin: Upstream) -> list[Finding]:
-    found = files.sha256_file(path)
-    if found == pin.sha256:
-        return []
-    match = re.match(r"flashinfer_python-([^-]+)-", path.name)
-    if match and match.group(1) != pin.version:
-        return [WrongVersion(path.name, pin.version, match.group(1))]
-    return [FileChanged(path.name, pin.sha256, found)]
-
-
-def _verify_folder(path: Path, pin: Upstream) -> list[Finding]:
-    """Is it a FlashInfer at all, and of the pinned version? Never asks git: the folder around may be another repository."""
-    if not any(path.iterdir()):
-        owner = _submodule_owner(path)
-        return [SubmoduleMissing(str(path)) if owner else EmptySource(str(path))]
-    if not (path / "flashinfer" / "__init__.py").is_file():
-        return [NotASource(str(path))]
-    empty = [
-        SubmoduleMissing(str(path / name)) for name in _submodules(path) if not _has_entries(path / name)
-    ]
-    return [*empty, *_version_findings(path, pin)]
-
-
-def _version_findings(path: Path, pin: Upstream) -> list[Finding]:
-    for name in VERSION_FILES:
-        file = path / name
-        if not file.is_file():
-            continue
-        text = file.read_text(errors="replace")
-        match = re.search(r"__version__\s*=\s*\"([^\"]+)\"", text) or re.match(r"\s*([0-9][^\s]*)\s*$", text)
-        if match:
-            found = match.group(1)
-            return [] if found == pin.version else [WrongVersion(name, pin.version, found)]
-    return []
-
-
-def _submodules(root: Path) -> list[str]:
-    modules = root / ".gitmodules"
-    if not modules.is_file():
-        return []
-    return re.findall(r"^\s*path\s*=\s*(\S+)\s*$", modules.read_text(errors="replace"), re.MULTILINE)
-
-
-def _submodule_owner(path: Path) -> Path | None:
-    """The checkout that lists ``path`` as a submodule, if one does."""
-    absolute = path.resolve()
-    for parent in absolute.parents:
-        if str(absolute.relative_to(parent).as_posix()) in _submodules(parent):
-            return parent
-    return None
-
-
-def _has_entries(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
-
-
-def _verify_files(
-    source: Source, pin: Upstream, wanted: Mapping[str, str], watched: Mapping[str, str]
-) -> list[Finding]:
-    findings: list[Finding] = []
-    for name, expected in {**watched, **wanted}.items():
-        data = source.read(name)
-        if data is None:
-            findings.append(FileMissing(name))
-        elif (found := files.sha256_bytes(data)) != expected:
-            findings.append(FileChanged(name, expected, found))
-    for folder in pin.watched:
-        findings += [FileAdded(name) for name in source.names(folder) if name not in watched]
-    return sorted(findings, key=lambda finding: (finding.path, finding.kind))
-
-
-def require(findings: Iterable[Finding], path: Path) -> None:
-    """Raise ``SourceInvalid`` with every finding, if there is any."""
-    lines = [str(finding) for finding in findings]
-    if lines:
-        raise SourceInvalid(
-            f"source {path}: "
-            + "; ".join(lines[:20])
-            + (f"; and {len(lines) - 20} more" if len(lines) > 20 else "")
-        )
-
-
-# --- getting it --------------------------------------------------------------------------------------------------------
 
 
 def fetch_wheel(pin: Upstream, note: Callable[[str], None] = lambda _: None) -> Path:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kernseal.export import source
+from kernseal.export import source, verify_source
 from kernseal.export.cli import main
-from kernseal.export.source import (
+from kernseal.export.findings import (
     EmptySource,
     FileAdded,
     FileChanged,
@@ -32,7 +32,7 @@ VICTIM = "flashinfer/gdn_kernels/delta_rule_dsl/delta_rule_sm120.py"
 
 
 def verify(path: Path) -> list[Finding]:
-    return source.verify(path, PIN, WANTED, source.listing())
+    return verify_source.verify(path, PIN, WANTED, source.listing())
 
 
 @pytest.fixture(scope="module")
