@@ -29,20 +29,10 @@ def short_entry(entry: str) -> str:
 
 
 @click.command()
-@output.sm_option
-@output.retarget_option
+@output.building
 @output.host_option
 @click.option(
     "--profile", default="default", show_default=True, help="Which variants: a profile of kernel.yaml."
-)
-@click.option("--variant", "only", multiple=True, help="Only this variant (id or op/id); may be repeated.")
-@click.option(
-    "--jobs", type=click.IntRange(1, 256), help="Variants compiled at once; about 1.5 GB of memory each."
-)
-@click.option(
-    "--source",
-    type=click.Path(path_type=Path),
-    help="FlashInfer wheel or checkout instead of the pinned wheel.",
 )
 @click.option(
     "--key",
@@ -56,9 +46,6 @@ def short_entry(entry: str) -> str:
     show_default=True,
     help="Folder for bundles.",
 )
-@click.option("--no-cache", is_flag=True, help="Compile every variant again.")
-@click.option("--quiet", is_flag=True, help="No progress.")
-@output.as_json
 def build(
     sm: str,
     retarget: str | None,

@@ -12,35 +12,13 @@ from kernseal.loader.errors import InvalidArgument, PinsDiffer
 
 
 @click.command()
-@output.sm_option
-@output.retarget_option
-@click.option(
-    "--variant",
-    "only",
-    multiple=True,
-    help="Compare only this variant; may be repeated. Whole-bundle files are then left out.",
-)
-@click.option(
-    "--jobs", type=click.IntRange(1, 256), help="Variants compiled at once; about 1.5 GB of memory each."
-)
-@click.option(
-    "--source",
-    type=click.Path(path_type=Path),
-    help="FlashInfer wheel or checkout instead of the pinned wheel.",
-)
-@click.option(
-    "--no-cache",
-    is_flag=True,
-    help="Compile every variant again, even if a build from the same inputs is cached.",
-)
+@output.building
 @click.option(
     "--update", is_flag=True, help="Write the pins that were found: for the reviewer, who commits them."
 )
 @click.option(
     "--summary", type=click.Path(path_type=Path), help="Also write a Markdown summary to this file."
 )
-@click.option("--quiet", is_flag=True, help="No progress.")
-@output.as_json
 def gate(
     sm: str,
     retarget: str | None,

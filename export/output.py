@@ -27,6 +27,33 @@ host_option = click.option(
 )
 
 
+def building(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every command that compiles: what, how many at once, from which source, how loudly."""
+    options = (
+        sm_option,
+        retarget_option,
+        click.option(
+            "--variant", "only", multiple=True, help="Only this variant (id or op/id); may be repeated."
+        ),
+        click.option(
+            "--jobs",
+            type=click.IntRange(1, 256),
+            help="Variants compiled at once; about 1.5 GB of memory each.",
+        ),
+        click.option(
+            "--source",
+            type=click.Path(path_type=Path),
+            help="FlashInfer wheel or checkout instead of the pinned wheel.",
+        ),
+        click.option("--no-cache", is_flag=True, help="Compile every variant again, cached or not."),
+        click.option("--quiet", is_flag=True, help="No progress."),
+        as_json,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 def show(data: Any, wanted: bool, people: Callable[[], None]) -> None:
     """Print ``data`` as JSON, or call ``people``."""
     if wanted:
