@@ -26,6 +26,7 @@ from kernseal.export import (
     paths,
     ptx,
     run,
+    sbom,
     signing,
     source,
     toolchain,
@@ -241,10 +242,17 @@ def contents(made: Plan, built: Mapping[str, Built], options: Options) -> dict[s
             toolchain.zig_argv(), made.target, records(made, built), objects, Path(name)
         )
     found["kernseal.h"] = library.header().read_bytes()
+    found[sbom.FILE] = _sbom(made)
     hashes = {name: files.sha256_bytes(data) for name, data in found.items()}
     found["kernseal_pins.h"] = pins_header(made.target.arch, hashes).encode()
     found["kernseal_pins.rs"] = pins_rust(made.target.arch, hashes).encode()
     return found
+
+
+def _sbom(made: Plan) -> bytes:
+    used = sorted({item.op.name for item in made.planned})
+    patches = [item for name in used for item in made.patches[name]]
+    return sbom.compose(made.target, source.upstream(), toolchain.load_pins(), patches, made.rules)
 
 
 def describe(

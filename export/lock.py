@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from kernseal.loader.pins import SUFFIX
 from kernseal.loader.statement import statement_digest
 
 SCHEMA = 1
+WHOLE_BUNDLE = ("host.py", "licences.py", "sbom.py")
+"""Modules that write files which belong to no single variant."""
 ARTIFACTS = {"cubin": "kernel.cubin", "ptx": "kernel.ptx", "host": "host.o"}
 
 
@@ -37,7 +40,10 @@ def library_inputs(made: Plan) -> dict[str, str]:
         f"{p.op.name}/{p.variant.class_name}": evidence.of(p.op, p.variant.class_name, made.target)
         for p in made.planned
     }
-    return {**found, "evidence": inputs.digest(known)}
+    own = {f"export/{name}": files.sha256_file(Path(__file__).with_name(name)) for name in WHOLE_BUNDLE}
+    pinned = {"kernels/upstream.yaml": files.sha256_file(paths.kernels() / "upstream.yaml")}
+    version = {"kernseal's version": metadata.version("kernseal")}
+    return {**found, **own, **pinned, **version, "evidence": inputs.digest(known)}
 
 
 def shared_inputs(made: Plan) -> dict[str, dict[str, dict[str, Any]]]:
