@@ -24,9 +24,25 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_commands_are_those_that_are_documented() -> None:
-    assert sorted(
-        ["build", "verify-source", "verify-bundle", "gate", "list", "inspect", "keygen", "sign", "doctor"]
-    ) == COMMANDS
+    assert (
+        sorted(
+            [
+                "build",
+                "verify-source",
+                "verify-bundle",
+                "gate",
+                "list",
+                "inspect",
+                "keygen",
+                "sign",
+                "doctor",
+                "wheel",
+                "push",
+                "pull",
+            ]
+        )
+        == COMMANDS
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)

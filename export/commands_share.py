@@ -1,0 +1,160 @@
+"""``kernseal wheel``, ``push`` and ``pull``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kernseal.export import output
+
+if TYPE_CHECKING:
+    from kernseal.loader.policy import Policy
+
+
+def trust_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--pins``, ``--key`` and ``--threshold``, as ``verify-bundle`` has them."""
+    options = (
+        click.option(
+            "--pins", type=click.Path(path_type=Path), help="A lock file, or a folder of them, to trust."
+        ),
+        click.option(
+            "--key",
+            "keys",
+            multiple=True,
+            type=click.Path(path_type=Path),
+            help="A public key file, or a folder of them, to trust.",
+        ),
+        click.option("--threshold", type=int, help="How many of the keys must have signed."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def transport_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    options = (
+        click.option("--plain-http", is_flag=True, help="The registry has no TLS. Never assumed."),
+        click.option(
+            "--ca",
+            type=click.Path(path_type=Path),
+            help="PEM certificates to believe instead of the system's.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _policy(pins: Path | None, keys: tuple[Path, ...], threshold: int | None) -> Policy:
+    from kernseal.loader.policy import Policy
+
+    return Policy.from_options(pins, keys, threshold)
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("dist"),
+    show_default=True,
+    help="Folder for the wheel.",
+)
+@trust_options
+@output.as_json
+def wheel(
+    bundle: Path,
+    out: Path,
+    pins: Path | None,
+    keys: tuple[Path, ...],
+    threshold: int | None,
+    as_json: bool,
+) -> None:
+    """Pack a bundle that verifies as a wheel; kernseal.loader.installed.find_bundle finds it once installed.
+
+    \b
+    Example:
+      kernseal wheel dist/sm_120a-linux-x86_64 --out dist
+    """
+    from kernseal.export import files
+    from kernseal.export import wheel as packing
+
+    made = packing.write(bundle, out, _policy(pins, keys, threshold))
+    data = {"wheel": str(made), "sha256": files.sha256_file(made)}
+    output.show(data, as_json, lambda: click.echo(f"{output.folder(made)}  sha256 {data['sha256']}"))
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("reference", metavar="REF")
+@transport_options
+@trust_options
+@output.as_json
+def push(
+    bundle: Path,
+    reference: str,
+    plain_http: bool,
+    ca: Path | None,
+    pins: Path | None,
+    keys: tuple[Path, ...],
+    threshold: int | None,
+    as_json: bool,
+) -> None:
+    """Upload a bundle that verifies to an OCI registry, as HOST[:PORT]/NAME:TAG. Credentials are those of docker login.
+
+    \b
+    Example:
+      kernseal push dist/sm_120a-linux-x86_64 registry.example.com/kernels/sm_120a:0.1.0
+    """
+    from kernseal.export import registry
+
+    transport = registry.Transport(plain_http, ca)
+    digest = registry.push(bundle, reference, _policy(pins, keys, threshold), transport)
+    data = {"reference": reference, "digest": digest}
+    output.show(data, as_json, lambda: click.echo(f"{reference}  {digest}"))
+
+
+@click.command()
+@click.argument("reference", metavar="REF")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--sm", help="The SM that the bundle must be for.")
+@transport_options
+@trust_options
+@output.as_json
+def pull(
+    reference: str,
+    folder: Path,
+    sm: str | None,
+    plain_http: bool,
+    ca: Path | None,
+    pins: Path | None,
+    keys: tuple[Path, ...],
+    threshold: int | None,
+    as_json: bool,
+) -> None:
+    """Download a bundle from an OCI registry; DIR appears once pins or trusted signatures have vouched for it.
+
+    REF is HOST[:PORT]/NAME:TAG, or HOST[:PORT]/NAME@sha256:... for one manifest and no other.
+
+    \b
+    Example:
+      kernseal pull registry.example.com/kernels/sm_120a:0.1.0 bundles/sm_120a --sm 120
+    """
+    from kernseal.export import registry
+
+    wanted = output.targets(sm)[0].name if sm else None
+    transport = registry.Transport(plain_http, ca)
+    found = registry.pull(reference, folder, _policy(pins, keys, threshold), transport, wanted)
+    data = {
+        "reference": reference,
+        "bundle": str(folder),
+        "target": found.target,
+        "manifest_sha256": found.manifest_sha256,
+        "trusted_by": list(found.trusted_by),
+        "files": len(found.files),
+    }
+    by = ", ".join(found.trusted_by)
+    output.show(data, as_json, lambda: click.echo(f"{folder}: {found.target}, vouched for by {by}"))
