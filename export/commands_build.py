@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import click
 from kernseal.export import output, progress, spec
 from kernseal.loader.errors import InvalidArgument, Malformed
 
+SHRINK = ("entry",)
 COLUMNS = ("op", "variant", "entry", "regs", "spills", "smem static+dyn", "bytes", "evidence")
 
 
@@ -24,8 +26,9 @@ def kernel_rows(statement: Mapping[str, Any]) -> list[tuple[object, ...]]:
 
 
 def short_entry(entry: str) -> str:
-    """CuTe names a kernel after every type of its signature; the ends tell it from others."""
-    return entry if len(entry) <= 44 else f"{entry[:28]}…{entry[-12:]}"
+    """CuTe names a kernel after its class and then every type of its signature; people want the class."""
+    match = re.search(r"([A-Za-z0-9]+)_object_at", entry)
+    return match.group(1) if match else entry
 
 
 @click.command()
@@ -112,6 +115,7 @@ def _print(result: Any) -> None:
         COLUMNS,
         kernel_rows(result.statement),
         COLUMNS[3:7],
+        SHRINK,
     )
     click.echo(f"signed with {result.signed_by}; vouched for by {', '.join(result.trusted_by)}")
     click.echo(output.folder(result.path))
@@ -182,7 +186,9 @@ def inspect(path: Path, as_json: bool) -> None:
     kernels = _statement_kernels(path)
     statement = {"predicate": {"buildDefinition": {"internalParameters": {"kernels": kernels}}}}
     output.show(
-        kernels, as_json, lambda: output.table(str(path), COLUMNS, kernel_rows(statement), COLUMNS[3:7])
+        kernels,
+        as_json,
+        lambda: output.table(str(path), COLUMNS, kernel_rows(statement), COLUMNS[3:7], SHRINK),
     )
 
 

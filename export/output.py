@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -63,12 +64,29 @@ def show(data: Any, wanted: bool, people: Callable[[], None]) -> None:
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    right: Sequence[str] = (),
+    shrink: Sequence[str] = (),
 ) -> None:
-    """Print a table; ``right`` names the columns of numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    """Print a table.
+
+    Args:
+        right: columns of numbers.
+        shrink: columns that give way where the terminal is narrow, so that the others keep one line a row; without any,
+            long cells fold.
+    """
+    made = Table(
+        title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD
+    )
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        made.add_column(
+            column,
+            justify="right" if column in right else "left",
+            overflow="ellipsis" if column in shrink else "fold",
+            no_wrap=bool(shrink) and column not in shrink,
+        )
     for row in rows:
         made.add_row(*(str(cell) for cell in row))
     out = Console()
