@@ -13,7 +13,7 @@ from kernseal.export import output, progress, spec
 from kernseal.loader.errors import InvalidArgument, Malformed
 
 SHRINK = ("entry",)
-COLUMNS = ("op", "variant", "entry", "regs", "spills", "smem static+dyn", "bytes", "evidence")
+COLUMNS = ("op", "variant", "entry", "regs", "spills", "smem st+dyn", "bytes", "evidence")
 
 
 def kernel_rows(statement: Mapping[str, Any]) -> list[tuple[object, ...]]:
