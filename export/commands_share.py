@@ -4,34 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from kernseal.export import output
-
-if TYPE_CHECKING:
-    from kernseal.loader.policy import Policy
-
-
-def trust_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--pins``, ``--key`` and ``--threshold``, as ``verify-bundle`` has them."""
-    options = (
-        click.option(
-            "--pins", type=click.Path(path_type=Path), help="A lock file, or a folder of them, to trust."
-        ),
-        click.option(
-            "--key",
-            "keys",
-            multiple=True,
-            type=click.Path(path_type=Path),
-            help="A public key file, or a folder of them, to trust.",
-        ),
-        click.option("--threshold", type=int, help="How many of the keys must have signed."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+from kernseal.export.trust_options import trusting
+from kernseal.loader.policy import Policy
 
 
 def transport_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,12 +27,6 @@ def transport_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _policy(pins: Path | None, keys: tuple[Path, ...], threshold: int | None) -> Policy:
-    from kernseal.loader.policy import Policy
-
-    return Policy.from_options(pins, keys, threshold)
-
-
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
@@ -63,14 +36,12 @@ def _policy(pins: Path | None, keys: tuple[Path, ...], threshold: int | None) ->
     show_default=True,
     help="Folder for the wheel.",
 )
-@trust_options
+@trusting
 @output.as_json
 def wheel(
     bundle: Path,
     out: Path,
-    pins: Path | None,
-    keys: tuple[Path, ...],
-    threshold: int | None,
+    policy: Policy,
     as_json: bool,
 ) -> None:
     """Pack a bundle that verifies as a wheel; kernseal.loader.installed.find_bundle finds it once installed.
@@ -82,7 +53,7 @@ def wheel(
     from kernseal.export import files
     from kernseal.export import wheel as packing
 
-    made = packing.write(bundle, out, _policy(pins, keys, threshold))
+    made = packing.write(bundle, out, policy)
     data = {"wheel": str(made), "sha256": files.sha256_file(made)}
     output.show(data, as_json, lambda: click.echo(f"{output.folder(made)}  sha256 {data['sha256']}"))
 
@@ -91,16 +62,14 @@ def wheel(
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("reference", metavar="REF")
 @transport_options
-@trust_options
+@trusting
 @output.as_json
 def push(
     bundle: Path,
     reference: str,
     plain_http: bool,
     ca: Path | None,
-    pins: Path | None,
-    keys: tuple[Path, ...],
-    threshold: int | None,
+    policy: Policy,
     as_json: bool,
 ) -> None:
     """Upload a bundle that verifies to an OCI registry, as HOST[:PORT]/NAME:TAG. Credentials are those of docker login.
@@ -112,7 +81,7 @@ def push(
     from kernseal.export import registry
 
     transport = registry.Transport(plain_http, ca)
-    digest = registry.push(bundle, reference, _policy(pins, keys, threshold), transport)
+    digest = registry.push(bundle, reference, policy, transport)
     data = {"reference": reference, "digest": digest}
     output.show(data, as_json, lambda: click.echo(f"{reference}  {digest}"))
 
@@ -122,7 +91,7 @@ def push(
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--sm", help="The SM that the bundle must be for.")
 @transport_options
-@trust_options
+@trusting
 @output.as_json
 def pull(
     reference: str,
@@ -130,9 +99,7 @@ def pull(
     sm: str | None,
     plain_http: bool,
     ca: Path | None,
-    pins: Path | None,
-    keys: tuple[Path, ...],
-    threshold: int | None,
+    policy: Policy,
     as_json: bool,
 ) -> None:
     """Download a bundle from an OCI registry; DIR appears once pins or trusted signatures have vouched for it.
@@ -147,7 +114,7 @@ def pull(
 
     wanted = output.targets(sm)[0].name if sm else None
     transport = registry.Transport(plain_http, ca)
-    found = registry.pull(reference, folder, _policy(pins, keys, threshold), transport, wanted)
+    found = registry.pull(reference, folder, policy, transport, wanted)
     data = {
         "reference": reference,
         "bundle": str(folder),

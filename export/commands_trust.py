@@ -9,7 +9,9 @@ import click
 
 from kernseal.export import files, output, source
 from kernseal.export import verify_source as verifying
+from kernseal.export.trust_options import trusting
 from kernseal.loader.errors import InvalidArgument, SourceInvalid
+from kernseal.loader.policy import Policy
 
 
 @click.command(name="verify-source")
@@ -49,24 +51,9 @@ def verify_source(path: Path | None, as_json: bool) -> None:
 @click.command(name="verify-bundle")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--sm", help="The SM that the bundle must be for.")
-@click.option("--pins", type=click.Path(path_type=Path), help="A lock file, or a folder of them, to trust.")
-@click.option(
-    "--key",
-    "keys",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="A public key file, or a folder of them, to trust.",
-)
-@click.option("--threshold", type=int, help="How many of the keys must have signed.")
+@trusting
 @output.as_json
-def verify_bundle(
-    path: Path,
-    sm: str | None,
-    pins: Path | None,
-    keys: tuple[Path, ...],
-    threshold: int | None,
-    as_json: bool,
-) -> None:
+def verify_bundle(path: Path, sm: str | None, policy: Policy, as_json: bool) -> None:
     """Check every file of a bundle against pins or trusted signatures. Offline, no sources needed.
 
     Without --pins or --key, the pins and keys of the installed package are trusted. What vouched is shown.
@@ -75,12 +62,12 @@ def verify_bundle(
     Examples:
       kernseal verify-bundle dist/sm_120a-linux-x86_64
       kernseal verify-bundle /srv/bundle --sm 120 --key release.json
+      kernseal verify-bundle /srv/bundle --both --min-version 0.2.0
     """
-    from kernseal.loader.policy import Policy
     from kernseal.loader.verify import verify_report
 
     wanted = output.targets(sm)[0].name if sm else None
-    report = verify_report(path, policy=Policy.from_options(pins, keys, threshold), sm=wanted)
+    report = verify_report(path, policy=policy, sm=wanted)
 
     def people() -> None:
         for found in report["violations"]:
@@ -148,7 +135,6 @@ def sign(bundle: Path, key: Path | None, pins: Path | None, keys: tuple[Path, ..
     """
     from kernseal.export import signing
     from kernseal.loader.envelope import FILE
-    from kernseal.loader.policy import Policy
 
     if not bundle.is_dir():
         raise InvalidArgument(f"{bundle}: not a bundle's folder")
@@ -163,7 +149,9 @@ def sign(bundle: Path, key: Path | None, pins: Path | None, keys: tuple[Path, ..
         "commit": statement.commit,
         "dirty": statement.dirty,
     }
-    output.show(data, as_json, lambda: click.echo(f"{bundle}, {state}: signed with {signer.origin} ({signer.keyid})"))
+    output.show(
+        data, as_json, lambda: click.echo(f"{bundle}, {state}: signed with {signer.origin} ({signer.keyid})")
+    )
 
 
 @click.command()

@@ -11,6 +11,7 @@ from .errors import InvalidArgument
 from .keys import KeySet, PublicKey, key_set, read_key, read_key_folder
 from .pins import Pins, one_per_target, read_pins
 from .statement import Statement, version_order
+from .strict_json import SHA256
 
 NO_KEYS = KeySet({}, frozenset(), 1)
 
@@ -40,6 +41,8 @@ class Policy:
             raise InvalidArgument(f"threshold {self.keys.threshold}: {known} keys are trusted, so 1 to that")
         if self.min_version is not None:
             _checked_version(self.min_version)
+        if self.manifest_sha256 is not None and not SHA256.fullmatch(self.manifest_sha256):
+            raise InvalidArgument(f"manifest_sha256 {self.manifest_sha256!r}: 64 lower-case hex digits")
 
     @classmethod
     def default(cls) -> Policy:

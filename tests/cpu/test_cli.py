@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import synthetic_bundle
 from builds import BOTH, PACKED, bundle
 from click.testing import CliRunner
 
@@ -150,3 +151,31 @@ def test_doctor_names_every_pinned_tool() -> None:
     assert code == 0, text
     assert any("ptxas" in str(check) for check in checks.values())
     assert any("ziglang" in str(check) for check in checks.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "status"),
+    [
+        ([], 0, "ok"),
+        (["--min-version", "1.2.3"], 0, "ok"),
+        (["--both"], 5, "untrusted_key"),
+        (["--min-version", "1.2.4"], 4, "mismatch"),
+        (["--manifest-sha256", "0" * 64], 4, "mismatch"),
+        (["--min-version", "new"], 2, "invalid_argument"),
+        (["--manifest-sha256", "0"], 2, "invalid_argument"),
+        (["--threshold", "2"], 2, "invalid_argument"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_verify_bundle_takes_every_part_of_a_policy(
+    options: list[str], code: int, status: str, tmp_path: Path
+) -> None:
+    bundle = synthetic_bundle.make(tmp_path / "bundle")
+    lock = tmp_path / "sm_90a.lock.json"
+    lock.write_text(json.dumps(bundle.pins))
+    command = ["verify-bundle", str(bundle.path), "--pins", str(lock), *options, "--json"]
+    shown = subprocess.run(
+        [sys.executable, "-m", "kernseal.export.cli", *command], capture_output=True, text=True, check=False
+    )
+    report = json.loads(shown.stdout)
+    assert (shown.returncode, report.get("error", report.get("status"))) == (code, status), shown
