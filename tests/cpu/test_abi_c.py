@@ -18,6 +18,7 @@ from kernseal.abi.library import VariantRecord
 
 C = Path(__file__).resolve().parent / "c"
 DRIVER = Path(__file__).resolve().parent / "fake_driver"
+FILES = ("test_core.c", "test_prepare.c", "test_refusals.c", "test_threads.c")
 AXES: dict[str, str | bool] = {
     "dtype": "bf16",
     "state_dtype": "f32",
@@ -115,14 +116,14 @@ def address_sanitizer() -> tuple[Sequence[str], Sequence[str]]:
     return ZIG, ["-fsanitize=undefined", "-fno-sanitize-recover=all"]
 
 
-@pytest.mark.parametrize(("file", "name"), sentences("test_core.c", "test_prepare.c", "test_refusals.c"))
+@pytest.mark.parametrize(("file", "name"), sentences(*FILES))
 def test_sentence(build: Callable[..., Path], tmp_path: Path, file: str, name: str) -> None:
     tmp_path.chmod(0o755)
     run_test(build(file, *address_sanitizer()), name, tmp_path)
 
 
 def test_every_sentence_was_found() -> None:
-    found = sentences("test_core.c", "test_prepare.c", "test_refusals.c", "test_threads.c")
+    found = sentences(*FILES)
     assert len(found) == len(set(found)) > 150
 
 
@@ -132,8 +133,11 @@ def test_the_address_sanitizer_is_there() -> None:
     assert "-fsanitize=address,undefined" in address_sanitizer()[1]
 
 
-@pytest.mark.parametrize(("file", "name"), sentences("test_threads.c"))
-def test_threads(build: Callable[..., Path], tmp_path: Path, file: str, name: str) -> None:
+@pytest.mark.parametrize(("file", "name"), sentences(*FILES))
+def test_sentence_under_the_thread_sanitizer(
+    build: Callable[..., Path], tmp_path: Path, file: str, name: str
+) -> None:
+    tmp_path.chmod(0o755)
     found = compiler("gcc", "clang", "cc")
     command = [found] if found else ZIG
     run_test(build(file, command, ["-fsanitize=thread"]), name, tmp_path)
