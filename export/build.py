@@ -315,7 +315,7 @@ def build(
     made = plan(ops, target, options)
     if not made.planned:
         raise InvalidArgument(f"SM {target.name}: no op has a variant for it in profile {options.profile!r}")
-    revision = git.revision(paths.kernels().parent)
+    revision = git.revision(paths.kernels().resolve().parent)
     bundle = options.out / target.folder
     identity = _identity(made, options, revision, key)
     if options.use_cache and (there := _unchanged(bundle, identity, key)):
