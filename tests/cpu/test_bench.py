@@ -1,0 +1,113 @@
+"""``make bench`` says what its numbers are of, and refuses a tree that is not the commit it would claim."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from builds import ROOT
+
+BUNDLE = "sm_90a-linux-x86_64"
+STUBS = {
+    "make": "exit 0",
+    "python": "exit 0",
+    "kernseal": 'while [ "$1" != --out ]; do shift; done\n'
+    f'mkdir -p "$2/{BUNDLE}" && printf manifest > "$2/{BUNDLE}/manifest.json"',
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A clean checkout with the bench script and, where git does not look, commands that take no time."""
+    root = tmp_path / "checkout"
+    (root / ".ci").mkdir(parents=True)
+    shutil.copy(ROOT / ".ci/bench", root / ".ci/bench")
+    shutil.copy(ROOT / ".gitignore", root / ".gitignore")
+    git(root, "init", "--quiet")
+    git(root, "add", ".")
+    commit(root)
+    for name, text in STUBS.items():
+        path = root / ".venv/bin" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    return root
+
+
+def git(root: Path, *arguments: str) -> str:
+    own = ["-c", "user.name=tests", "-c", "user.email=tests@localhost", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", *own, *arguments], cwd=root, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def commit(root: Path) -> None:
+    git(root, "commit", "--quiet", "--message", "as it is")
+
+
+def bench(root: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": f"{root / '.venv/bin'}:{os.environ['PATH']}"}
+    environment.pop("GIT_DIR", None)
+    return subprocess.run(
+        [str(root / ".ci/bench"), "90"], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_its_numbers_carry_commit_state_device_and_bundle_digest(checkout: Path) -> None:
+    done = bench(checkout)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert f"commit     {git(checkout, 'rev-parse', 'HEAD')} (clean)" in lines
+    assert any(re.fullmatch(r"device     \d+ x .+, GPU: .+", line) for line in lines)
+    digest = hashlib.sha256(b"manifest").hexdigest()
+    assert f"bundle     {BUNDLE}, manifest sha256 {digest}" in lines
+    assert sum(line.endswith(" s") for line in lines) == 5
+
+
+@pytest.mark.parametrize("change", ["edited", "staged", "untracked", "deleted"])
+def test_a_tree_that_differs_from_its_commit_is_refused_before_anything_is_measured(
+    checkout: Path, change: str
+) -> None:
+    if change == "untracked":
+        (checkout / "new.py").write_text("x = 1\n")
+    elif change == "deleted":
+        (checkout / ".gitignore").write_text("/.venv/\n")
+        git(checkout, "rm", "--quiet", "--cached", ".gitignore")
+    else:
+        (checkout / ".gitignore").write_text("/.venv/\n# more\n")
+    if change == "staged":
+        git(checkout, "add", ".gitignore")
+    done = bench(checkout)
+    assert done.returncode == 2
+    assert "the tree differs from it; supported is a clean checkout" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_tree_that_changes_while_it_is_measured_is_refused_in_the_end(checkout: Path) -> None:
+    stub = checkout / ".venv/bin/make"
+    stub.write_text("#!/bin/sh\necho x > new.py\n")
+    done = bench(checkout)
+    assert done.returncode == 2
+    assert "the numbers above are of no commit" in done.stderr
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, checkout: Path) -> None:
+    shutil.rmtree(checkout / ".git")
+    done = bench(checkout)
+    assert done.returncode == 2
+    assert "supported is a clean checkout" in done.stderr
+
+
+def test_the_commit_of_a_repository_around_it_is_not_its_own(checkout: Path, tmp_path: Path) -> None:
+    around = tmp_path / "around"
+    shutil.copytree(checkout, around / "inside", ignore=shutil.ignore_patterns(".git"))
+    git(around, "init", "--quiet")
+    git(around, "add", ".")
+    commit(around)
+    done = bench(around / "inside")
+    assert done.returncode == 2
+    assert "a folder around this one" in done.stderr
