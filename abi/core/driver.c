@@ -65,15 +65,28 @@ kseal_status kseal_driver_fail(const char *call, CUresult code) {
     return kseal_fail(capture ? KSEAL_CAPTURING : KSEAL_DRIVER_ERROR, "%s: %s (%d): %s", call, name, code, text);
 }
 
+CUresult kseal_driver_current_device(CUdevice *device) {
+    CUcontext context;
+    CUresult code = kseal_driver.cuCtxGetCurrent(&context);
+    if (code != 0)
+        return code;
+    return context == NULL ? CUDA_ERROR_INVALID_CONTEXT : kseal_driver.cuCtxGetDevice(device);
+}
+
 kseal_status kseal_driver_refuse_capture(const char *what, CUstream stream) {
     const CUstream streams[] = {stream, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD};
+    CUdevice device;
+    CUresult here = kseal_driver_current_device(&device);
+    if (here == CUDA_ERROR_INVALID_CONTEXT)
+        return KSEAL_OK; /* without a current context nothing of it is being captured */
+    if (here != 0)
+        return kseal_driver_fail("cuCtxGetDevice", here);
     for (size_t i = 0; i < sizeof streams / sizeof *streams; i++) {
         int capturing = 0;
         CUresult code = kseal_driver.cuStreamIsCapturing(streams[i], &capturing);
         if (code == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || (code == 0 && capturing != 0))
             return kseal_fail(KSEAL_CAPTURING, "%s: a stream is being captured into a graph; do this before the capture", what);
-        /* Without a current context nothing of it is being captured. */
-        if (code != 0 && code != CUDA_ERROR_INVALID_CONTEXT)
+        if (code != 0)
             return kseal_driver_fail("cuStreamIsCapturing", code);
     }
     return KSEAL_OK;

@@ -84,6 +84,12 @@ kseal_status kseal_driver_open(void);
 kseal_status kseal_driver_fail(const char *call, CUresult code);
 
 /*
+ * Device of the current context; CUDA_ERROR_INVALID_CONTEXT where there is none, found without a driver call that fails
+ * (which debuggers and sanitizers would report).
+ */
+CUresult kseal_driver_current_device(CUdevice *device);
+
+/*
  * Fails with KSEAL_CAPTURING where the driver says that `stream`, or a blocking stream of the current context, is being
  * captured. Asking breaks no capture; a capture on some other non-blocking stream cannot be seen without breaking it.
  */

@@ -96,7 +96,7 @@ static kseal_status resolve_device(const struct kseal_op *op, int32_t asked, int
     int count;
     CUresult code;
     if (asked == -1) {
-        code = kseal_driver.cuCtxGetDevice(device);
+        code = kseal_driver_current_device(device);
         return code == 0 ? KSEAL_OK : kseal_driver_fail("config.device is -1: cuCtxGetDevice", code);
     }
     code = kseal_driver.cuDeviceGetCount(&count);
@@ -132,7 +132,7 @@ static kseal_status check_device(const struct kseal_op *op, int device, uint32_t
 static kseal_status remember_context(struct kseal_handle *handle) {
     CUdevice current;
     CUresult code;
-    handle->retained = kseal_driver.cuCtxGetDevice(&current) != 0 || current != handle->device;
+    handle->retained = kseal_driver_current_device(&current) != 0 || current != handle->device;
     if (!handle->retained) {
         code = kseal_driver.cuCtxGetCurrent(&handle->context);
         return code == 0 ? KSEAL_OK : kseal_driver_fail("cuCtxGetCurrent", code);
@@ -192,7 +192,7 @@ kseal_status kseal_op_release(struct kseal_handle *handle) {
 
 kseal_status kseal_handle_check_device(const struct kseal_handle *handle) {
     CUdevice device;
-    CUresult code = kseal_driver.cuCtxGetDevice(&device);
+    CUresult code = kseal_driver_current_device(&device);
     if (code == CUDA_ERROR_INVALID_CONTEXT)
         return KSEAL_OK; /* no context: the launch takes the handle's */
     if (code != 0)

@@ -36,7 +36,7 @@ static kseal_status load_on_device(const struct kseal_variant *variant, int devi
     if (status != KSEAL_OK)
         return status;
     CUdevice current;
-    bool here = kseal_driver.cuCtxGetDevice(&current) == 0 && current == device;
+    bool here = kseal_driver_current_device(&current) == 0 && current == device;
     status = here ? load_function(state->kernel) : load_function_elsewhere(state->kernel, device);
     if (status != KSEAL_OK)
         return status;

@@ -68,7 +68,9 @@ def call(bundle: Bundle, case: Case) -> tuple[float, float]:
     op = bundle.prepare("gdn_prefill", device=0, **case.axes)
     args = {name: upload(getattr(x, name)) for name in ("q", "k", "v")}
     args |= {name: upload(gate) for name, gate in gates.items() if gate is not None}
-    args |= {"o": unwritten(case.tokens, heads, D, dtype=DTYPES[case.dtype]), "scale": SCALE}
+    # The output leaves by bulk tensor stores, which initcheck does not follow: it would call every byte of it unwritten.
+    blank = torch.full((case.tokens, heads, D), float("nan"), dtype=DTYPES[case.dtype])
+    args |= {"o": upload(blank), "scale": SCALE}
     args["cu_seqlens"] = ends(case.lengths, case.index_dtype)
     rows = list(range(n))
     if case.pooled:
@@ -109,7 +111,7 @@ def main() -> None:
     with open_by_name(sys.argv[1]) as bundle:
         for case in CASES:
             errors = call(bundle, case)
-            if max(errors) > LIMIT:
+            if not all(error <= LIMIT for error in errors):  # NaN is wrong too
                 raise SystemExit(f"wrong result {errors}: {case}")
         torch.cuda.synchronize()
     print(f"{len(CASES)} calls, all as the oracle has them")
