@@ -16,8 +16,8 @@ INTRODUCTION = """# GDN prefill: what was run, where, with what result
 
 Made by `python -m gpu.results_page` from the reports of `tests/gpu/run_all.sh`; nothing below is typed by hand.
 SM120 and SM121 artifacts are the same source built for their own SM, compiled and inspected; the source itself ran as the
-retargeted bundle below. SM100 and SM103 are compiled and inspected, and the launches of SM100 compared byte for byte with those
-of CuTe's own host object; they were not run. The `evidence` column of every table and manifest says the same.
+retargeted bundle below. SM100 and SM103 are compiled and inspected, and the launches of SM100 compared byte for byte with
+those of CuTe's own host object; they were not run. The `evidence` column of every table and manifest says the same.
 
 To repeat it on an H200 or H100: build `make artifacts SM=90` and `make artifacts SM=120 RETARGET=90`, then
 `KERNSEAL_COMMIT=$(git rev-parse HEAD) KERNSEAL_DIRTY=0 tests/gpu/run_all.sh` and look in `build/gpu/`.
