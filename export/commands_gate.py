@@ -56,17 +56,15 @@ def gate(
             "compared": r.compared,
             "partial": r.partial,
             "moves": [m.to_json() for m in r.moves],
+            "written": r.written,
         }
         for r in results
     ]
 
     def people() -> None:
         for result in results:
-            state = (
-                "as pinned"
-                if result.ok
-                else f"{len(result.moves)} differences" + (", pins written" if update else "")
-            )
+            state = "as pinned" if result.ok else f"{len(result.moves)} differences"
+            state += ", pins written" if result.written else ""
             click.echo(f"{result.target.name}: {result.compared} variants: {state}")
             if result.moves:
                 rows = [(m.artifact, m.what, m.reason) for m in result.moves]

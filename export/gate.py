@@ -37,9 +37,10 @@ def gate(ops: Sequence[Op], target: Target, options: Options, report: Reporter, 
         else lock.compose(made, built, build.contents(made, built, options), options)
     )
     moves = lock.compare(made, pinned, now, partial) if pinned else []
-    if update and not partial and (pinned is None or moves or pinned != now):
+    written = update and not partial and pinned != now
+    if written:
         lock.write(path, now)
-    return Comparison(target, tuple(moves), len(made.planned), partial, now)
+    return Comparison(target, tuple(moves), len(made.planned), partial, written)
 
 
 def _pinned(data: bytes, name: str) -> Mapping[str, Any]:

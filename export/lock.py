@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -119,13 +119,13 @@ class Move:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a gate finds for one target."""
+    """What a gate finds for one target; ``written`` when it also wrote new pins."""
 
     target: Target
     moves: tuple[Move, ...]
     compared: int
     partial: bool
-    lock: Mapping[str, Any] = field(hash=False, repr=False)
+    written: bool
 
     @property
     def ok(self) -> bool:
