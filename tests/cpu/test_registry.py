@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import synthetic_bundle as made
+from builds import ROOT
 from click.testing import CliRunner
 from cpu.certificates import self_signed
 
@@ -30,7 +31,7 @@ from kernseal.loader.verify import verify_bundle
 from kernseal.loader.violations import VerificationFailed
 
 PLAIN = Transport(plain_http=True)
-COMMANDS = ("docker-registry", "registry")
+COMMANDS = ("docker-registry", str(ROOT / "build/registry/usr/bin/docker-registry"), "registry")
 
 
 def free_port() -> int:
