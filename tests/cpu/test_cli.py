@@ -123,7 +123,8 @@ def test_a_bundle_by_a_key_that_nobody_trusts_is_refused_and_by_a_trusted_one_ac
     tmp_path: Path,
 ) -> None:
     path = str(bundle("90").path)
-    code, text = invoke("verify-bundle", path, "--json")
+    assert invoke("keygen", str(tmp_path / "stranger.pem"))[0] == 0
+    code, text = invoke("verify-bundle", path, "--key", str(tmp_path / "stranger.json"), "--json")
     assert code == 5, text
     assert json.loads(text)["status"] == "untrusted_key"
     public = Path(path).parents[2] / "tests.json"

@@ -17,7 +17,7 @@ from kernseal.export import assemble, build, gate, lock, paths, source, spec, to
 from kernseal.export.build import Options
 from kernseal.export.cli import main
 from kernseal.export.progress import Silent
-from kernseal.loader.errors import Missing
+from kernseal.loader.errors import BuildFailed, Missing
 from kernseal.loader.pins import parse_pins
 
 KEY = f"gdn_prefill/{PACKED}"
@@ -100,7 +100,7 @@ def test_a_changed_patch_is_named_with_the_code_it_moved(workshop: Workshop) -> 
     workshop.edit(
         f"patches/{patch}",
         lambda t: t.replace(
-            "+                value = cutlass.Float32(0.0)", "+                value = cutlass.Float32(1.0)"
+            "+        if write_row >= cutlass.Int32(0):", "+        if write_row >= cutlass.Int32(1):"
         ),
     )
     moved = workshop.moves()
@@ -126,10 +126,19 @@ def test_a_changed_ptx_rule_is_named(workshop: Workshop) -> None:
 
 @pytest.mark.slow
 def test_a_changed_flag_is_named(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "FLAGS", (*assemble.FLAGS, "--generate-line-info"))
+    monkeypatch.setattr(assemble, "FLAGS", (*assemble.FLAGS, "--warn-on-spills"))
     ((artifact, what, because),) = workshop.moves()
     assert (artifact, because) == (KEY, ("flags: ptxas",))
-    assert what in ("code", "metadata")
+    assert what in ("inputs", "metadata")
+
+
+@pytest.mark.slow
+def test_a_flag_that_changes_the_program_is_not_built_at_all(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "FLAGS", (*assemble.FLAGS, "--generate-line-info"))
+    with pytest.raises(BuildFailed, match="is not that of the DSL's"):
+        workshop.result()
 
 
 @pytest.mark.slow
