@@ -32,10 +32,11 @@ from kernseal.export import (
     toolchain,
 )
 from kernseal.export import variant as variants
+from kernseal.export.front_end import Tools, host_prefix
 from kernseal.export.inputs import VariantInputs
 from kernseal.export.progress import Reporter, Silent
 from kernseal.export.spec import Op, Target, Variant
-from kernseal.export.variant import Built, Tools
+from kernseal.export.variant import Built
 from kernseal.loader.envelope import FILE as ENVELOPE
 from kernseal.loader.errors import InvalidArgument, KernsealError
 from kernseal.loader.policy import Policy
@@ -155,7 +156,12 @@ def compile_all(made: Plan, options: Options, report: Reporter) -> dict[str, Bui
 
 
 def _compile(made: Plan, missing: Sequence[Planned], options: Options, report: Reporter) -> dict[str, Built]:
-    tools = Tools(ptxas=toolchain.ptxas_path(), dsl_runtime=toolchain.dsl_runtime_path())
+    tools = Tools(
+        ptxas=toolchain.ptxas_path(),
+        dsl_runtime=toolchain.dsl_runtime_path(),
+        nvrtc=toolchain.nvrtc_path(),
+        cuda_headers=toolchain.cuda_headers(),
+    )
     opened, _ = source.open_source(options.source, source.upstream(), report.note)
     built: dict[str, Built] = {}
     with (
@@ -218,7 +224,7 @@ def _record(target: Target, item: Planned, built: Built) -> VariantRecord:
         static_smem=built.static_smem,
         dynamic_smem=built.dynamic_smem,
         evidence=evidence.of(item.op, item.variant.class_name, target),
-        host_prefix=variants.host_prefix(item.variant),
+        host_prefix=host_prefix(item.variant) if built.host_function else None,
         host_function=built.host_function,
     )
 
@@ -236,7 +242,11 @@ def contents(made: Plan, built: Mapping[str, Built], options: Options) -> dict[s
         found[f"ptx/{item.variant.key}.ptx"] = mine.read("kernel.ptx")
         if mine.sha256["raw.ptx"] != mine.sha256["kernel.ptx"]:
             found[f"ptx/{item.variant.key}.raw.ptx"] = mine.read("raw.ptx")
-    objects = {item.variant.key: built[item.variant.key].read("host.o") for item in made.planned}
+    objects = {
+        item.variant.key: built[item.variant.key].read("host.o")
+        for item in made.planned
+        if built[item.variant.key].host_function
+    }
     with tempfile.TemporaryDirectory(prefix="kernseal-link-") as name:
         found[host.NAME] = host.link(
             toolchain.zig_argv(), made.target, records(made, built), objects, Path(name)

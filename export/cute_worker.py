@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
 import re
 import sys
 import types
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kernseal.export.job import CuteAnswer, CuteJob
+from kernseal.export.recipe import load_recipe
 from kernseal.export.toolchain import bind_dsl
 
 HOST_TARGETS = {
@@ -43,15 +43,6 @@ def _refuse(name: str) -> Any:
         raise RuntimeError(f"{name} is host-only and was called by a kernel build")
 
     return called
-
-
-def load_recipe(path: str) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("kernseal_recipe", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def imported_files(tree: str) -> list[str]:

@@ -163,6 +163,26 @@ def _code_digest(sections: dict[str, object]) -> str:
     return digest.hexdigest()
 
 
+def constant_u32(data: bytes, name: str) -> int:
+    """A 32-bit constant that a cubin exports.
+
+    Raises:
+        Malformed: not an ELF file, or it has no such constant with a value.
+    """
+    try:
+        elf = ELFFile(io.BytesIO(data))
+        table = elf.get_section_by_name(".symtab")
+        found = [] if table is None else table.get_symbol_by_name(name) or []
+        for symbol in found:
+            content = _bytes(elf.get_section(symbol["st_shndx"]))
+            at, size = symbol["st_value"], symbol["st_size"]
+            if size == 4 and at + size <= len(content):
+                return int.from_bytes(content[at : at + size], "little")
+    except (ELFError, struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise Malformed(f"cubin: {type(error).__name__}: {error}") from error
+    raise Malformed(f"cubin: no 32-bit constant {name!r}")
+
+
 def undefined_symbols(data: bytes) -> list[str]:
     """Names that an object file imports.
 

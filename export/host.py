@@ -52,7 +52,7 @@ def link(
     Args:
         zig: command that runs the pinned Zig.
         records: variants of the library.
-        objects: host object of each, by ``op/variant``.
+        objects: host object of each that has one, by ``op/variant``.
         work: empty folder for what is made on the way.
 
     Raises:

@@ -16,15 +16,16 @@ from kernseal.export.spec import Op, Target, Variant
 
 BUILDER_MODULES = (
     "assemble.py",
-    "cute_worker.py",
     "elf.py",
+    "front_end.py",
     "job.py",
     "limits.py",
     "patch.py",
     "ptx.py",
+    "recipe.py",
     "variant.py",
 )
-"""Modules of this package whose code decides bytes of a variant."""
+"""Modules of this package whose code decides bytes of a variant, with the worker of its front end."""
 
 
 def digest(value: Any) -> str:
@@ -51,9 +52,9 @@ class VariantInputs:
 
 
 @functools.cache
-def builder_files() -> dict[str, str]:
+def builder_files(front_end: str) -> dict[str, str]:
     folder = Path(__file__).parent
-    return {name: files.sha256_file(folder / name) for name in BUILDER_MODULES}
+    return {name: files.sha256_file(folder / name) for name in (*BUILDER_MODULES, f"{front_end}_worker.py")}
 
 
 def of_variant(
@@ -89,6 +90,7 @@ def of_variant(
                     "module": cls["module"],
                     "name": cls["name"],
                     "builder": cls["builder"],
+                    **cls.get("compile", {}),
                 },
                 "axes": dict(variant.axes),
                 "host_only": op.data.get("host_only", {}),
@@ -100,6 +102,6 @@ def of_variant(
                 "opt_level": 3,
             },
             "toolchain": dict(toolchain),
-            "builder": builder_files(),
+            "builder": builder_files(cls["front_end"]),
         }
     )

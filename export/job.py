@@ -67,3 +67,67 @@ class CuteAnswer:
     @staticmethod
     def load(path: Path) -> CuteAnswer:
         return CuteAnswer(**json.loads(path.read_text()))
+
+
+@dataclass(frozen=True)
+class NvrtcProgram:
+    """What an op's recipe says of one variant that NVRTC compiles.
+
+    Attributes:
+        macros: name to value; they are what makes the variant.
+        options: further options of NVRTC, in order.
+        entry: the kernel's name in PTX and cubin.
+        dynamic_smem: the constant of the program that says how much dynamic shared memory a launch needs.
+    """
+
+    macros: Mapping[str, str | int] = field(hash=False)
+    options: tuple[str, ...]
+    entry: str
+    dynamic_smem: str
+
+
+@dataclass(frozen=True)
+class NvrtcJob:
+    """One variant to compile with NVRTC.
+
+    Attributes:
+        tree: folder with the patched source set.
+        recipe: the op's ``recipe.py``.
+        cls: the class's entry in ``kernel.yaml``; its ``module`` is the source file.
+        axes: the variant's axis values.
+        arch: SM the compiler targets.
+        library: the pinned libnvrtc.
+        headers: CUDA headers, by the name that includes them.
+        out: folder for ``raw.ptx`` and ``answer.json``.
+    """
+
+    tree: str
+    recipe: str
+    cls: Mapping[str, Any] = field(hash=False)
+    axes: Mapping[str, Any] = field(hash=False)
+    arch: str
+    library: str
+    headers: Mapping[str, str] = field(hash=False)
+    out: str
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(path: Path) -> NvrtcJob:
+        return NvrtcJob(**json.loads(path.read_text()))
+
+
+@dataclass(frozen=True)
+class NvrtcAnswer:
+    """What is known of a variant beyond its PTX; see ``NvrtcProgram``."""
+
+    entry: str
+    dynamic_smem: str
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(path: Path) -> NvrtcAnswer:
+        return NvrtcAnswer(**json.loads(path.read_text()))

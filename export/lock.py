@@ -76,7 +76,7 @@ def compose(
 def variant_entries(made: Plan, built: Mapping[str, Built]) -> dict[str, Any]:
     return {
         item.variant.key: {
-            **{name: built[item.variant.key].sha256[file] for name, file in ARTIFACTS.items()},
+            **{name: built[item.variant.key].sha256.get(file) for name, file in ARTIFACTS.items()},
             "code": built[item.variant.key].code_sha256,
             "inputs": item.inputs.summary(),
         }

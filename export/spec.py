@@ -16,7 +16,7 @@ import yaml
 from kernseal.export import paths
 from kernseal.loader.errors import InvalidArgument, Malformed, Unsupported
 
-AxisValue = str | bool
+AxisValue = str | bool | int
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,31 @@ def ptxas_path() -> Path:
     return _file_of("nvidia-cuda-nvcc", "nvidia/cu13/bin/ptxas")
 
 
+def nvrtc_path() -> Path:
+    """The pinned compiler library for CUDA C++.
+
+    Raises:
+        ToolchainInvalid: it is not installed.
+    """
+    return _file_of("nvidia-cuda-nvrtc", "nvidia/cu13/lib/libnvrtc.so.13")
+
+
+def cuda_headers() -> dict[str, Path]:
+    """CUDA's headers, those of the pinned wheel alone (other wheels put theirs into the same folder), by include name.
+
+    Raises:
+        ToolchainInvalid: they are not installed.
+    """
+    name, folder = "nvidia-cuda-runtime", "nvidia/cu13/include/"
+    version = next(entry["version"] for entry in _yaml()["tools"] if entry["name"] == name)
+    installed = read_record(name, version)
+    return {
+        path.removeprefix(folder): installed.site / path
+        for path in sorted(installed.recorded)
+        if path.startswith(folder)
+    }
+
+
 def zig_argv() -> list[str]:
     """Command that runs the pinned Zig; append ``cc`` and its arguments.
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kernseal.export import assemble, elf, files, limits, paths, ptx
+from kernseal.export import assemble, elf, files, front_end, limits, paths, ptx
+from kernseal.export.front_end import Tools
 from kernseal.export.inputs import VariantInputs
-from kernseal.export.job import CuteAnswer, CuteJob
 from kernseal.export.ptx import PtxRule
-from kernseal.export.run import run
 from kernseal.export.spec import Op, Target, Variant
 from kernseal.loader.errors import BuildFailed
 
-FILES = ("raw.ptx", "kernel.ptx", "kernel.cubin", "host.o")
 ALLOWED_IMPORTS = ("_GLOBAL_OFFSET_TABLE_", "cuda_dialect_assert_success")
 
 
@@ -28,14 +24,16 @@ class Built:
     """One variant in the cache.
 
     Attributes:
-        folder: holds ``raw.ptx`` (as compiled), ``kernel.ptx`` (as assembled), ``kernel.cubin`` and ``host.o``.
+        folder: holds ``raw.ptx`` (as compiled), ``kernel.ptx`` (as assembled), ``kernel.cubin`` and, where the front
+            end makes host code, ``host.o``.
+        host_function: name of the host entry, or None where there is no ``host.o``.
         sha256: of each of these.
         rules: PTX rule to replacements made.
     """
 
     folder: Path
     entry: str
-    host_function: str
+    host_function: str | None
     registers: int
     spill_bytes: int
     static_smem: int
@@ -48,22 +46,14 @@ class Built:
         return (self.folder / name).read_bytes()
 
 
-@dataclass(frozen=True)
-class Tools:
-    """Paths of the tools that a variant's build runs."""
-
-    ptxas: Path
-    dsl_runtime: Path
-
-
 def cached(key: str) -> Built | None:
     """The cache's entry for ``key`` if it is there and its files are the ones it was made with."""
     folder = _folder(key)
     try:
         record = json.loads((folder / "record.json").read_text())
         built = Built(folder=folder, **record)
-        for name in FILES:
-            if files.sha256_file(folder / name) != built.sha256[name]:
+        for name, digest in built.sha256.items():
+            if files.sha256_file(folder / name) != digest:
                 return None
     except (FileNotFoundError, json.JSONDecodeError, TypeError, KeyError):
         return None
@@ -90,39 +80,36 @@ def build(
         RuleFailed: a PTX rule's count differs.
     """
     with files.staged_folder(_folder(inputs.key)) as stage, _work_folder() as work:
-        answer = _compile(op, variant, target, tree, tools, work)
+        compiled = front_end.compile_variant(op, variant, target, tree, tools, work)
         raw = (work / "raw.ptx").read_bytes()
         patched, counts = ptx.apply(raw.decode(), rules, variant, target)
         assembled = assemble.assemble(tools.ptxas, target.arch, patched.encode(), work)
         program = elf.read(assembled.cubin)
-        if answer.entry not in program.entries:
-            raise BuildFailed(f"{variant.key}: entry {answer.entry} is not in the cubin")
-        if patched.encode() == raw:
+        if compiled.entry not in program.entries:
+            raise BuildFailed(f"{variant.key}: entry {compiled.entry} is not in the cubin")
+        if patched.encode() == raw and (work / "dsl.cubin").is_file():
             _same_code(variant, program, elf.read((work / "dsl.cubin").read_bytes()))
+        dynamic_smem = _dynamic_smem(compiled.dynamic_smem, assembled.cubin)
         limits.check(
             f"{variant.key} for {target.name}",
             target.arch,
             patched,
             assembled.static_smem,
-            answer.dynamic_smem,
+            dynamic_smem,
         )
-        host = (work / "host.o").read_bytes()
-        _check_host(variant, host)
-        contents = {
-            "raw.ptx": raw,
-            "kernel.ptx": patched.encode(),
-            "kernel.cubin": assembled.cubin,
-            "host.o": host,
-        }
-        entry = program.entries[answer.entry]
+        contents = {"raw.ptx": raw, "kernel.ptx": patched.encode(), "kernel.cubin": assembled.cubin}
+        if compiled.host_function is not None:
+            contents["host.o"] = (work / "host.o").read_bytes()
+            _check_host(variant, contents["host.o"])
+        entry = program.entries[compiled.entry]
         record = Built(
             folder=Path(),
-            entry=answer.entry,
-            host_function=answer.host_function,
+            entry=compiled.entry,
+            host_function=compiled.host_function,
             registers=entry.registers,
             spill_bytes=assembled.spill_bytes,
             static_smem=assembled.static_smem,
-            dynamic_smem=answer.dynamic_smem,
+            dynamic_smem=dynamic_smem,
             code_sha256=program.code_sha256,
             sha256={name: files.sha256_bytes(data) for name, data in contents.items()},
             rules=counts,
@@ -145,62 +132,9 @@ def _work_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _compile(op: Op, variant: Variant, target: Target, tree: Path, tools: Tools, work: Path) -> CuteAnswer:
-    cls = op.data["classes"][variant.class_name]
-    job = CuteJob(
-        tree=str(tree),
-        recipe=str(op.folder / op.data["recipe"]),
-        cls=cls,
-        axes=dict(variant.axes),
-        arch=target.arch,
-        host=target.host,
-        prefix=host_prefix(variant),
-        host_only=op.data.get("host_only", {}),
-        runtime=str(tools.dsl_runtime),
-        out=str(work),
-    )
-    job.save(work / "job.json")
-    command = [sys.executable, "-m", "kernseal.export.cute_worker", str(work / "job.json")]
-    done = run(command, work, _environment(work))
-    if done.returncode:
-        raise BuildFailed(
-            f"{variant.key} for {target.name}: CuTe DSL: {(done.stderr or done.stdout).strip()[-3000:]}"
-        )
-    answer = CuteAnswer.load(work / "answer.json")
-    outside = [name for name in answer.modules if not (tree / name).is_file()]
-    if outside:
-        raise BuildFailed(
-            f"{variant.key}: the build imported files outside the source set: {', '.join(outside)}"
-        )
-    return answer
-
-
-def host_prefix(variant: Variant) -> str:
-    """Prefix of the variant's host symbols: unique in a library."""
-    return f"{variant.op}_{variant.id}"
-
-
-def _environment(work: Path) -> dict[str, str]:
-    """What the compiler sees of the caller's environment: nothing that could reach its output."""
-    kept = {
-        name: os.environ[name]
-        for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
-        if name in os.environ
-    }
-    home = {
-        "HOME": str(work),
-        "TMPDIR": str(work),
-        "CUTE_DSL_CACHE_DIR": str(work),
-        "XDG_CACHE_HOME": str(work),
-    }
-    fixed = {
-        "LANG": "C.UTF-8",
-        "LC_ALL": "C.UTF-8",
-        "TZ": "UTC",
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    return {**kept, **home, **fixed, "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
+def _dynamic_smem(given: int | str, cubin: bytes) -> int:
+    """Bytes, read from the program where the front end names a constant of it."""
+    return given if isinstance(given, int) else elf.constant_u32(cubin, given)
 
 
 def _same_code(variant: Variant, ours: elf.Cubin, theirs: elf.Cubin) -> None:

@@ -17,8 +17,8 @@ from elftools.elf.elffile import ELFFile
 
 from kernseal.abi.library import VariantRecord
 from kernseal.export import build, files, patch, paths, source, spec, toolchain
+from kernseal.export.front_end import host_prefix
 from kernseal.export.job import CuteAnswer, CuteJob
-from kernseal.export.variant import host_prefix
 
 WORKER = Path(__file__).resolve().parent / "reference_worker.py"
 KPARAM_INFO = 0x17  # EIATTR_KPARAM_INFO: one record for each parameter of a kernel
@@ -115,8 +115,8 @@ def unavailable() -> str | None:
 
 @functools.cache
 def compiled(sm: str, retarget: str | None = None, **changes: str | bool) -> HostObject:
-    """The variant at the op's default axes with ``changes``; compiled once, then kept in kernseal's cache folder."""
-    (op,) = spec.load_ops()
+    """The GDN prefill variant at its default axes with ``changes``; compiled once, then kept in kernseal's cache folder."""
+    op = spec.load_op(paths.kernels() / "gdn_prefill")
     target = spec.Target(sm, retarget)
     variant = op.variant(target, {**op.data["defaults"], **changes})
     planned = build.plan([op], target, build.Options(profile="full", only=(variant.id,)))

@@ -1,0 +1,135 @@
+"""Runs the compiler of a class: a worker process with a job in JSON, and files and an answer out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kernseal.export.job import CuteAnswer, CuteJob, NvrtcAnswer, NvrtcJob
+from kernseal.export.run import run
+from kernseal.export.spec import Op, Target, Variant
+from kernseal.loader.errors import BuildFailed
+
+NAMES = {"cute": "CuTe DSL", "nvrtc": "NVRTC"}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Paths of the tools that a variant's build runs.
+
+    Attributes:
+        cuda_headers: of the pinned wheel, by the name that includes them.
+    """
+
+    ptxas: Path
+    dsl_runtime: Path
+    nvrtc: Path
+    cuda_headers: Mapping[str, Path] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a front end says of a variant beyond the files it left in the work folder.
+
+    It leaves ``raw.ptx``; where it also assembles, ``dsl.cubin``; where it makes host code, ``host.o``.
+
+    Attributes:
+        entry: the kernel's name in PTX and cubin.
+        host_function: name of the host entry, without prefix; None where the library launches the kernel itself.
+        dynamic_smem: bytes of dynamic shared memory a launch needs, or the name of the constant in the cubin that says so.
+    """
+
+    entry: str
+    host_function: str | None
+    dynamic_smem: int | str
+
+
+def compile_variant(
+    op: Op, variant: Variant, target: Target, tree: Path, tools: Tools, work: Path
+) -> Compiled:
+    """Compile one variant into ``work``.
+
+    Raises:
+        BuildFailed: the compiler refused; the message has its words.
+    """
+    if op.data["classes"][variant.class_name]["front_end"] == "nvrtc":
+        return _nvrtc(op, variant, target, tree, tools, work)
+    return _cute(op, variant, target, tree, tools, work)
+
+
+def host_prefix(variant: Variant) -> str:
+    """Prefix of the variant's host symbols: unique in a library."""
+    return f"{variant.op}_{variant.id}"
+
+
+def _cute(op: Op, variant: Variant, target: Target, tree: Path, tools: Tools, work: Path) -> Compiled:
+    CuteJob(
+        tree=str(tree),
+        recipe=str(op.folder / op.data["recipe"]),
+        cls=op.data["classes"][variant.class_name],
+        axes=dict(variant.axes),
+        arch=target.arch,
+        host=target.host,
+        prefix=host_prefix(variant),
+        host_only=op.data.get("host_only", {}),
+        runtime=str(tools.dsl_runtime),
+        out=str(work),
+    ).save(work / "job.json")
+    _work("cute", variant, target, work)
+    answer = CuteAnswer.load(work / "answer.json")
+    outside = [name for name in answer.modules if not (tree / name).is_file()]
+    if outside:
+        raise BuildFailed(
+            f"{variant.key}: the build imported files outside the source set: {', '.join(outside)}"
+        )
+    return Compiled(answer.entry, answer.host_function, answer.dynamic_smem)
+
+
+def _nvrtc(op: Op, variant: Variant, target: Target, tree: Path, tools: Tools, work: Path) -> Compiled:
+    NvrtcJob(
+        tree=str(tree),
+        recipe=str(op.folder / op.data["recipe"]),
+        cls=op.data["classes"][variant.class_name],
+        axes=dict(variant.axes),
+        arch=target.arch,
+        library=str(tools.nvrtc),
+        headers={name: str(path) for name, path in tools.cuda_headers.items()},
+        out=str(work),
+    ).save(work / "job.json")
+    _work("nvrtc", variant, target, work)
+    answer = NvrtcAnswer.load(work / "answer.json")
+    return Compiled(answer.entry, None, answer.dynamic_smem)
+
+
+def _work(front_end: str, variant: Variant, target: Target, work: Path) -> None:
+    command = [sys.executable, "-m", f"kernseal.export.{front_end}_worker", str(work / "job.json")]
+    done = run(command, work, _environment(work))
+    if done.returncode:
+        words = (done.stderr or done.stdout).strip()[-3000:]
+        raise BuildFailed(f"{variant.key} for {target.name}: {NAMES[front_end]}: {words}")
+
+
+def _environment(work: Path) -> dict[str, str]:
+    """What the compiler sees of the caller's environment: nothing that could reach its output."""
+    kept = {
+        name: os.environ[name]
+        for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+        if name in os.environ
+    }
+    home = {
+        "HOME": str(work),
+        "TMPDIR": str(work),
+        "CUTE_DSL_CACHE_DIR": str(work),
+        "XDG_CACHE_HOME": str(work),
+    }
+    fixed = {
+        "LANG": "C.UTF-8",
+        "LC_ALL": "C.UTF-8",
+        "TZ": "UTC",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return {**kept, **home, **fixed, "CUTE_DSL_DISABLE_FILE_CACHING": "1"}

@@ -1,0 +1,100 @@
+"""Compiles one variant with NVRTC: ``python -m kernseal.export.nvrtc_worker job.json``. No GPU, no host compiler.
+
+The program and every header it can include are handed over in memory: the patched source set, and the CUDA headers of the
+pinned wheel. NVRTC reads no file, so nothing of this machine reaches it, and a header that is not pinned is not found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kernseal.export.job import NvrtcAnswer, NvrtcJob, NvrtcProgram
+from kernseal.export.recipe import load_recipe
+
+
+class NvrtcError(RuntimeError):
+    """A call of NVRTC failed; the message has its words."""
+
+
+class Nvrtc:
+    """The few functions of libnvrtc that make PTX."""
+
+    def __init__(self, library: str) -> None:
+        self._c = ctypes.CDLL(library)
+        self._c.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def ptx(self, name: str, text: bytes, headers: Mapping[str, bytes], options: Sequence[str]) -> bytes:
+        """PTX of the program ``text``.
+
+        Raises:
+            NvrtcError: it does not compile; the message is the compiler's log.
+        """
+        program = ctypes.c_void_p()
+        count = len(headers)
+        self._check(
+            self._c.nvrtcCreateProgram(
+                ctypes.byref(program),
+                text,
+                name.encode(),
+                count,
+                (ctypes.c_char_p * count)(*headers.values()),
+                (ctypes.c_char_p * count)(*(header.encode() for header in headers)),
+            )
+        )
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if self._c.nvrtcCompileProgram(program, len(options), given):
+            raise NvrtcError(self._text(program, "ProgramLog").decode(errors="replace"))
+        return self._text(program, "PTX")
+
+    def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self._c, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self._c, f"nvrtcGet{what}")(program, buffer))
+        return buffer.value
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise NvrtcError(self._c.nvrtcGetErrorString(code).decode())
+
+
+def options(program: NvrtcProgram, arch: str) -> list[str]:
+    """The command line: PTX for ``arch``, the recipe's options, the variant's macros in order of name."""
+    macros = [f"-D{name}={program.macros[name]}" for name in sorted(program.macros)]
+    return [f"--gpu-architecture={arch.replace('sm_', 'compute_')}", *program.options, *macros]
+
+
+def headers(job: NvrtcJob) -> dict[str, bytes]:
+    """What may be included: files beside the program, by their name there, and CUDA's.
+
+    Raises:
+        ValueError: a file of the source set has the name of a CUDA header.
+    """
+    source = Path(job.tree) / job.cls["module"]
+    found = {name: Path(path).read_bytes() for name, path in job.headers.items()}
+    for path in sorted(source.parent.rglob("*")):
+        name = path.relative_to(source.parent).as_posix()
+        if path.is_file() and path != source:
+            if name in found:
+                raise ValueError(f"{name}: both a file of the source set and a CUDA header")
+            found[name] = path.read_bytes()
+    return found
+
+
+def compile_variant(job: NvrtcJob) -> None:
+    program: NvrtcProgram = getattr(load_recipe(job.recipe), job.cls["builder"])(job.axes, job.cls)
+    source = Path(job.tree) / job.cls["module"]
+    ptx = Nvrtc(job.library).ptx(source.name, source.read_bytes(), headers(job), options(program, job.arch))
+    out = Path(job.out)
+    (out / "raw.ptx").write_bytes(ptx)
+    NvrtcAnswer(program.entry, program.dynamic_smem).save(out / "answer.json")
+
+
+if __name__ == "__main__":
+    try:
+        compile_variant(NvrtcJob.load(Path(sys.argv[1])))
+    except NvrtcError as error:
+        sys.exit(str(error))
