@@ -26,13 +26,14 @@ class VariantRecord:
         size, sha256: of the image.
         evidence: a name of ``kseal_evidence`` in ``types.yaml``.
         host_prefix, host_function: the CuTe host object's symbols are ``_mlir_<prefix>_cuda_init``,
-            ``_mlir_<prefix>_cuda_load_to_device`` and ``_mlir_<prefix>__mlir_ciface_<function>``.
+            ``_mlir_<prefix>_cuda_load_to_device`` and ``_mlir_<prefix>__mlir_ciface_<function>``. Both None where there
+            is no host object and the library launches the kernel itself.
     """
 
     op: str
     variant: str
     class_name: str
-    axes: dict[str, str | bool]
+    axes: dict[str, str | bool | int]
     entry: str
     file: str
     size: int
@@ -42,8 +43,8 @@ class VariantRecord:
     static_smem: int
     dynamic_smem: int
     evidence: str
-    host_prefix: str
-    host_function: str
+    host_prefix: str | None
+    host_function: str | None
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def library_sources(
 def _rows(abi: Abi, variants: Sequence[VariantRecord]) -> list[_Row]:
     ordered = sorted(variants, key=lambda v: (v.op, v.variant))
     _refuse_duplicates("variant", [f"{v.op}/{v.variant}" for v in ordered])
-    _refuse_duplicates("host_prefix", [v.host_prefix for v in ordered])
+    _refuse_duplicates("host_prefix", [v.host_prefix for v in ordered if v.host_prefix is not None])
     rows = []
     for record in ordered:
         try:
@@ -140,9 +141,12 @@ def _check_text(record: VariantRecord) -> None:
             continue
         if not value.isascii() or not value.isprintable() or '"' in value or "\\" in value:
             raise ValueError(f"{where}: {name} {value!r} cannot be written into C")
+    if (record.host_prefix is None) != (record.host_function is None):
+        raise ValueError(f"{where}: host_prefix and host_function: one is there without the other")
     for name in ("host_prefix", "host_function"):
-        if not _SYMBOL.fullmatch(getattr(record, name)):
-            raise ValueError(f"{where}: {name} {getattr(record, name)!r} is not a symbol")
+        value = getattr(record, name)
+        if value is not None and not _SYMBOL.fullmatch(value):
+            raise ValueError(f"{where}: {name} {value!r} is not a symbol")
     if not _SHA256.fullmatch(record.sha256):
         raise ValueError(f"{where}: sha256 {record.sha256!r} is not 64 lowercase hex digits")
 

@@ -151,7 +151,7 @@ class Op:
     def builders(self) -> tuple[str, ...]:
         return tuple(sorted({c.builder for c in self.classes}))
 
-    def axis_values(self, axes: Mapping[str, str | bool]) -> tuple[int, ...]:
+    def axis_values(self, axes: Mapping[str, str | bool | int]) -> tuple[int, ...]:
         """A variant's axes as C values, as in ``kernel.yaml``. Raises KeyError for one not there."""
         if set(axes) != {axis.name for axis in self.axes}:
             raise KeyError(f"{self.name}: axes {sorted(axes)}, expected {sorted(a.name for a in self.axes)}")
@@ -196,9 +196,9 @@ class Abi:
         raise KeyError(f"no op {name!r}")
 
 
-def axis_key(value: str | bool) -> str:
-    """The name of an axis value: booleans are ``0`` and ``1``."""
-    return str(int(value)) if isinstance(value, bool) else value
+def axis_key(value: str | bool | int) -> str:
+    """The name of an axis value: booleans are ``0`` and ``1``, numbers their digits."""
+    return value if isinstance(value, str) else str(int(value))
 
 
 def load(abi_dir: Path = ABI_DIR, kernels_dir: Path = KERNELS_DIR) -> Abi:
@@ -277,6 +277,8 @@ def _function(spec: Mapping[str, Any], names: Mapping[str, str]) -> Function:
 def _axis(name: str, spec: Mapping[str, Any], enums: Mapping[str, Enum]) -> Axis:
     if spec["type"] == "bool":
         return Axis(name, None, {"0": 0, "1": 1})
+    if spec["type"] == "int":
+        return Axis(name, None, {str(value): value for value in spec["values"]})
     enum = enums[spec["type"]]
     return Axis(name, enum.name, {value: enum.constant(value).value for value in spec["values"]})
 

@@ -33,6 +33,16 @@ static const char *value_name(const struct kseal_axis *axis, uint32_t value) {
     return NULL;
 }
 
+/* A name and its number; once, where the name is the number. */
+static void append_value(struct text *text, const char *separator, const char *name, uint32_t value) {
+    char digits[16];
+    snprintf(digits, sizeof digits, "%u", value);
+    if (strcmp(digits, name) == 0)
+        append(text, "%s%s", separator, name);
+    else
+        append(text, "%s%s (%u)", separator, name, value);
+}
+
 static kseal_status check_axes(const struct kseal_op *op, const uint32_t *axes) {
     for (uint32_t a = 0; a < op->axis_count; a++) {
         const struct kseal_axis *axis = &op->axes[a];
@@ -40,7 +50,7 @@ static kseal_status check_axes(const struct kseal_op *op, const uint32_t *axes) 
         if (value_name(axis, axes[a]) != NULL)
             continue;
         for (uint32_t i = 0; i < axis->count; i++)
-            append(&allowed, "%s%s (%u)", i == 0 ? "" : " or ", axis->names[i], axis->values[i]);
+            append_value(&allowed, i == 0 ? "" : " or ", axis->names[i], axis->values[i]);
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "%s: config.%s is %u; it must be %s", op->name, axis->name, axes[a],
                           allowed.bytes);
     }
@@ -155,7 +165,7 @@ static kseal_status prepare(const kseal_bundle *bundle, const struct kseal_op *o
     if (status == KSEAL_OK)
         status = kseal_driver_refuse_capture(op->name, stream);
     if (status == KSEAL_OK)
-        status = kseal_variant_acquire(handle->variant, bundle->dirfd, handle->device);
+        status = kseal_variant_acquire(handle->variant, bundle->dirfd, handle->device, &handle->kernel);
     if (status != KSEAL_OK)
         return status;
     status = remember_context(handle);
@@ -203,18 +213,56 @@ kseal_status kseal_handle_check_device(const struct kseal_handle *handle) {
     return KSEAL_OK;
 }
 
-kseal_status kseal_handle_launch(const struct kseal_handle *handle, void **args, int32_t count) {
-    CUcontext current, popped;
+/* Gives a thread that has not used CUDA yet a context, as the runtime API would now; undone by leave_context. */
+static kseal_status enter_context(const struct kseal_handle *handle, bool *entered) {
+    CUcontext current;
+    *entered = false;
     CUresult code = kseal_driver.cuCtxGetCurrent(&current);
     if (code != 0)
         return kseal_driver_fail("cuCtxGetCurrent", code);
     if (current != NULL)
-        return kseal_cute_call(handle->variant, args, count);
-    /* A thread that has not used CUDA yet, as runtime API users have: theirs would get the context now. */
+        return KSEAL_OK;
     code = kseal_driver.cuCtxPushCurrent_v2(handle->context);
     if (code != 0)
         return kseal_driver_fail("cuCtxPushCurrent", code);
-    kseal_status status = kseal_cute_call(handle->variant, args, count);
-    kseal_driver.cuCtxPopCurrent_v2(&popped);
+    *entered = true;
+    return KSEAL_OK;
+}
+
+static void leave_context(bool entered) {
+    CUcontext popped;
+    if (entered)
+        kseal_driver.cuCtxPopCurrent_v2(&popped);
+}
+
+kseal_status kseal_handle_launch(const struct kseal_handle *handle, void **args, int32_t count) {
+    bool entered;
+    kseal_status status = enter_context(handle, &entered);
+    if (status != KSEAL_OK)
+        return status;
+    status = kseal_cute_call(handle->variant, args, count);
+    leave_context(entered);
+    return status;
+}
+
+kseal_status kseal_handle_launch_kernel(const struct kseal_handle *handle, const struct kseal_launch *launch, void **params) {
+    CUlaunchAttribute pdl = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, .value = {launch->pdl}};
+    CUlaunchConfig config = {
+        .grid = {launch->grid[0], launch->grid[1], launch->grid[2]},
+        .block = {launch->block[0], launch->block[1], launch->block[2]},
+        .dynamic_smem = handle->variant->dynamic_smem,
+        .stream = launch->stream,
+        .attributes = &pdl,
+        .attribute_count = 1,
+    };
+    bool entered;
+    kseal_status status = enter_context(handle, &entered);
+    if (status != KSEAL_OK)
+        return status;
+    /* The driver takes a kernel where it takes a function. */
+    CUresult code = kseal_driver.cuLaunchKernelEx(&config, (CUfunction)(void *)handle->kernel, params, NULL);
+    if (code != 0)
+        status = kseal_driver_fail("cuLaunchKernelEx", code);
+    leave_context(entered);
     return status;
 }

@@ -38,6 +38,7 @@ struct kseal_op {
 /* A prepared variant on one device. Does not change until it is released, so any thread may read it. */
 struct kseal_handle {
     const struct kseal_variant *variant;
+    CUkernel kernel;
     int device;
     CUcontext context; /* where it runs on a thread that has none: the one it was prepared in */
     bool retained;     /* context is the device's primary one and was retained for this handle */
@@ -57,5 +58,16 @@ kseal_status kseal_handle_check_device(const struct kseal_handle *handle);
  * has room for one more, where the function returns its result.
  */
 kseal_status kseal_handle_launch(const struct kseal_handle *handle, void **args, int32_t count);
+
+/* One launch of a variant without a host function. */
+struct kseal_launch {
+    uint32_t grid[3];
+    uint32_t block[3];
+    bool pdl; /* may begin while the kernel before it on the stream is ending */
+    CUstream stream;
+};
+
+/* For launch code: launches the variant's kernel with its dynamic shared memory. `params` points to each parameter, in order. */
+kseal_status kseal_handle_launch_kernel(const struct kseal_handle *handle, const struct kseal_launch *launch, void **params);
 
 #endif

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "cute.h"
+#include "direct.h"
 #include "image.h"
 
 static uint64_t bit(int device) { return (uint64_t)1 << device; }
@@ -32,7 +33,9 @@ static kseal_status load_function_elsewhere(CUkernel kernel, int device) {
 
 static kseal_status load_on_device(const struct kseal_variant *variant, int device) {
     struct kseal_variant_state *state = variant->state;
-    kseal_status status = kseal_cute_load(variant, state->library, device, &state->kernel);
+    kseal_status status = variant->load != NULL
+                              ? kseal_cute_load(variant, state->library, device, &state->kernel)
+                              : kseal_direct_load(variant, state->library, device, &state->kernel);
     if (status != KSEAL_OK)
         return status;
     CUdevice current;
@@ -63,7 +66,8 @@ static kseal_status load_locked(const struct kseal_variant *variant, const void 
     struct kseal_variant_state *state = variant->state;
     kseal_status status = KSEAL_OK;
     if (state->library == NULL)
-        status = kseal_cute_init(variant, image, &state->library);
+        status = variant->init != NULL ? kseal_cute_init(variant, image, &state->library)
+                                       : kseal_direct_init(image, &state->library);
     if (status == KSEAL_OK && !(state->ready & bit(device)))
         status = load_on_device(variant, device);
     if (status == KSEAL_OK)
@@ -73,7 +77,7 @@ static kseal_status load_locked(const struct kseal_variant *variant, const void 
     return status;
 }
 
-kseal_status kseal_variant_acquire(const struct kseal_variant *variant, int dirfd, int device) {
+kseal_status kseal_variant_acquire(const struct kseal_variant *variant, int dirfd, int device, CUkernel *kernel) {
     void *image;
     /* Also when it is loaded: whether a bundle passes must not depend on what ran before. */
     kseal_status status = kseal_image_read(dirfd, variant->file, variant->size, variant->sha256, &image);
@@ -81,6 +85,8 @@ kseal_status kseal_variant_acquire(const struct kseal_variant *variant, int dirf
         return status;
     pthread_mutex_lock(&variant->state->mutex);
     status = load_locked(variant, image, device);
+    if (status == KSEAL_OK)
+        *kernel = variant->state->kernel;
     pthread_mutex_unlock(&variant->state->mutex);
     free(image);
     return status;

@@ -10,7 +10,7 @@
 
 /*
  * A CuTe host object keeps its kernel in one global, so loading is per variant and process, whatever number of handles there
- * are. Guarded by the mutex; a run does not read it.
+ * are. Guarded by the mutex; a run does not read it (a handle has its own copy of the kernel).
  */
 struct kseal_variant_state {
     pthread_mutex_t mutex;
@@ -38,6 +38,7 @@ struct kseal_variant {
     uint32_t static_smem;
     uint32_t dynamic_smem;
     uint32_t evidence;
+    /* The CuTe host object's functions, or null where the library launches the kernel itself. */
     void (*init)(void **args);
     void (*load)(void **args);
     void (*call)(void **args, int32_t count);
@@ -52,8 +53,11 @@ extern const char kseal_library_target[]; /* what they were meant for: differs w
 extern const uint32_t kseal_library_retargeted;
 extern const uint32_t kseal_library_cc[2]; /* compute capability of kseal_library_sm */
 
-/* Reads and checks the image below `dirfd`, and loads it on `device` where it is not yet. Counts one handle on success. */
-kseal_status kseal_variant_acquire(const struct kseal_variant *variant, int dirfd, int device);
+/*
+ * Reads and checks the image below `dirfd`, and loads it on `device` where it is not yet. On success counts one handle and
+ * gives its kernel, which stays valid until that handle is released.
+ */
+kseal_status kseal_variant_acquire(const struct kseal_variant *variant, int dirfd, int device, CUkernel *kernel);
 
 /* Takes one handle back; the last one unloads. */
 kseal_status kseal_variant_release(const struct kseal_variant *variant);

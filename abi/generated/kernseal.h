@@ -66,7 +66,9 @@ enum {
     KSEAL_DTYPE_F16 = 2, /* IEEE binary16. */
     KSEAL_DTYPE_F32 = 3, /* IEEE binary32. */
     KSEAL_DTYPE_I32 = 4, /* Signed 32-bit integer. */
-    KSEAL_DTYPE_I64 = 5  /* Signed 64-bit integer. */
+    KSEAL_DTYPE_I64 = 5, /* Signed 64-bit integer. */
+    KSEAL_DTYPE_E4M3 = 6, /* 8-bit float, 4 exponent and 3 mantissa bits, no infinity (OCP FP8 E4M3). */
+    KSEAL_DTYPE_I8 = 7  /* Signed 8-bit integer. */
 };
 
 /* Memory order of one recurrent state matrix. */
@@ -93,6 +95,7 @@ enum {
 
 typedef struct kseal_bundle kseal_bundle;
 typedef struct kseal_gdn_prefill kseal_gdn_prefill;
+typedef struct kseal_xqa_decode kseal_xqa_decode;
 
 /* What kseal_open needs. Read during the call only. */
 typedef struct kseal_open_args {
@@ -311,6 +314,144 @@ KSEAL_API kseal_status kseal_gdn_prefill_run(kseal_gdn_prefill *handle, const ks
  * unloads it, so its launches must have finished and no graph that holds them may be launched again.
  * Threads: Once per handle, when no other call uses it. Not under graph capture. */
 KSEAL_API kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle);
+
+/* xqa_decode: Decode attention over a paged KV cache (MQA, GQA, MHA), one query token a sequence, one kernel
+ * launch.
+ * For sequence b and query head h, with the K and V rows of head h // group_size at positions 0 .. seq_lens[b]
+ * - 1: o = softmax(q_scale * kv_scale / sqrt(head_dim) * q K^T) V * kv_scale. kv_scale counts for 8-bit caches
+ * only. A softmax scale other than 1 / sqrt(head_dim) goes into q_scale.
+ * Position t of sequence b is row t % page_size of page page_table[b, t // page_size]. Entries at or past a
+ * row's length may hold anything: they are not read.
+ * Sliding window: only the last `window` positions count, the newest among them. Pages before the window are
+ * not read, except those that share a tile of 256 positions with its start: there an entry must be a page of
+ * the pool or negative.
+ * Attention sinks: sinks[h] joins the softmax of query head h as one more logit without a value. It is not
+ * scaled.
+ * A sequence of length 0 gives zeros. So does one longer than its row of the page table can hold, a negative
+ * length included; no page of it is read.
+ * The KV length of each sequence is split over kv_splits thread blocks, whose results meet in workspace. The
+ * library's choice follows from batch_size, num_kv_heads, max_seq_len and the device; with the same kv_splits
+ * the same request gives the same bits, whatever else is in the batch.
+ * semaphores must be zero before the first launch. Each launch leaves them zero. */
+/* What is fixed when xqa_decode is prepared. Read during the call only. */
+typedef struct kseal_xqa_decode_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Element type of q. kseal_dtype: bf16, f16. */
+    uint32_t dtype;
+    /* Element type of the K and V cache. kseal_dtype: bf16, f16, e4m3, i8. */
+    uint32_t kv_dtype;
+    /* Element type of o. kseal_dtype: bf16, f16, e4m3. */
+    uint32_t out_dtype;
+    /* Elements of a head, a multiple of 16 up to 512. */
+    uint32_t head_dim;
+    /* Query heads that share one KV head, 1 to 16. */
+    uint32_t group_size;
+    /* Tokens of a page: 16, 32, 64 or 128. */
+    uint32_t page_size;
+    /* 1 when runs give a window, 0 when every position counts. */
+    uint32_t sliding_window;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_xqa_decode_config;
+
+/* What one run of xqa_decode gets. Read during the call only. */
+typedef struct kseal_xqa_decode_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* Hq = group_size * Hkv. */
+    int32_t num_q_heads;
+    /* Hkv. */
+    int32_t num_kv_heads;
+    /* Thread blocks that share one sequence's KV, up to 1024. 0 is the library's choice. */
+    int32_t kv_splits;
+    /* Positions that count, at least 1. 0 when config.sliding_window is 0. */
+    int32_t window;
+    /* 1 lets the launch begin while the kernel before it on the stream is ending (programmatic dependent
+     * launch); 0 does not. */
+    uint32_t pdl;
+    /* Multiplies the logits, on top of 1/sqrt(D). Finite and not 0. Ignored when q_scale_ptr is given. */
+    float q_scale;
+    /* What the elements of an 8-bit cache are multiplied with. Finite and not 0; 0 or 1 for a 16-bit cache.
+     * Ignored when kv_scale_ptr is given. */
+    float kv_scale;
+    /* Multiplies o before it is rounded to 8 bits. Finite and not 0; 0 or 1 for a 16-bit o. */
+    float rcp_out_scale;
+    /* B, the sequences. 0 is a no-op that succeeds. */
+    int64_t batch_size;
+    /* Pages of the pool that k and v point to. */
+    int64_t num_pages;
+    /* Columns of page_table. */
+    int64_t max_pages_per_seq;
+    /* Longest of seq_lens where the host knows it; 0 stands for max_pages_per_seq * page_size. Only the choice
+     * of kv_splits depends on it. */
+    int64_t max_seq_len;
+    /* Distance between pages of k, and of v; 0 means page_size*Hkv*D. A multiple of D. In elements. */
+    int64_t kv_page_stride;
+    /* Distance between tokens of a page; 0 means Hkv*D (NHD). A multiple of D. For HND pass D. In elements. */
+    int64_t kv_token_stride;
+    /* Distance between KV heads; 0 means D (NHD). A multiple of D. For HND pass page_size*D. In elements. */
+    int64_t kv_head_stride;
+    /* [B, Hq, D] of dtype, dense, 16-byte aligned. */
+    const void *q;
+    /* [num_pages, page_size, Hkv, D] of kv_dtype with the kv strides, 16-byte aligned. */
+    const void *k;
+    /* As k, with the same strides. */
+    const void *v;
+    /* [B, Hq, D] of out_dtype, dense, 16-byte aligned. Written. */
+    void *o;
+    /* [B, max_pages_per_seq] int32, dense, aligned to its element. Read on the device: not checked. */
+    const void *page_table;
+    /* [B] int32 or uint32, aligned to its element. Read on the device: not checked. */
+    const void *seq_lens;
+    /* [Hq] float32, aligned to its element, or null for none. */
+    const void *sinks;
+    /* One float32 on the device instead of q_scale, or null. */
+    const void *q_scale_ptr;
+    /* One float32 on the device instead of kv_scale, or null. 8-bit caches only. */
+    const void *kv_scale_ptr;
+    /* [B * Hkv] uint32, aligned to its element, zero before the first launch, one per launch in flight. May be
+     * null when kv_splits comes out as 1. */
+    void *semaphores;
+    /* Size of semaphores: at least 4 * B * Hkv when kv_splits comes out above 1. In bytes. */
+    uint64_t semaphores_bytes;
+    /* Scratch of the size kseal_xqa_decode_workspace_size gives, 128-byte aligned, one per launch in flight.
+     * Contents need not be kept. May be null when that size is 0. */
+    void *workspace;
+    /* Size of workspace. In bytes. */
+    uint64_t workspace_bytes;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_xqa_decode_args;
+
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Threads: Any thread. Not under graph capture. */
+KSEAL_API kseal_status kseal_xqa_decode_prepare(kseal_bundle *bundle,
+    const kseal_xqa_decode_config *config,
+    kseal_xqa_decode **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args.
+ * Threads: Any thread. */
+KSEAL_API kseal_status kseal_xqa_decode_workspace_size(kseal_xqa_decode *handle,
+    const kseal_xqa_decode_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches on args->stream, with the device of the handle current. Does not allocate, lock,
+ * load or wait, and can be captured into a graph. Device memory must stay valid until the launch has finished.
+ * Threads: Any thread, also several at once with the same handle and different workspaces. */
+KSEAL_API kseal_status kseal_xqa_decode_run(kseal_xqa_decode *handle, const kseal_xqa_decode_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned. The last handle of a variant
+ * unloads it, so its launches must have finished and no graph that holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it. Not under graph capture. */
+KSEAL_API kseal_status kseal_xqa_decode_release(kseal_xqa_decode *handle);
 
 #ifdef __cplusplus
 }

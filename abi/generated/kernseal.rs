@@ -77,6 +77,10 @@ pub const KSEAL_DTYPE_F32: kseal_dtype = 3;
 pub const KSEAL_DTYPE_I32: kseal_dtype = 4;
 /// Signed 64-bit integer.
 pub const KSEAL_DTYPE_I64: kseal_dtype = 5;
+/// 8-bit float, 4 exponent and 3 mantissa bits, no infinity (OCP FP8 E4M3).
+pub const KSEAL_DTYPE_E4M3: kseal_dtype = 6;
+/// Signed 8-bit integer.
+pub const KSEAL_DTYPE_I8: kseal_dtype = 7;
 
 /// Memory order of one recurrent state matrix.
 pub type kseal_state_layout = u32;
@@ -108,6 +112,11 @@ pub struct kseal_bundle {
 
 #[repr(C)]
 pub struct kseal_gdn_prefill {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub struct kseal_xqa_decode {
     _opaque: [u8; 0],
 }
 
@@ -327,6 +336,130 @@ impl Default for kseal_gdn_prefill_args {
     }
 }
 
+/// What is fixed when xqa_decode is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_xqa_decode_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Element type of q. kseal_dtype: bf16, f16.
+    pub dtype: u32,
+    /// Element type of the K and V cache. kseal_dtype: bf16, f16, e4m3, i8.
+    pub kv_dtype: u32,
+    /// Element type of o. kseal_dtype: bf16, f16, e4m3.
+    pub out_dtype: u32,
+    /// Elements of a head, a multiple of 16 up to 512.
+    pub head_dim: u32,
+    /// Query heads that share one KV head, 1 to 16.
+    pub group_size: u32,
+    /// Tokens of a page: 16, 32, 64 or 128.
+    pub page_size: u32,
+    /// 1 when runs give a window, 0 when every position counts.
+    pub sliding_window: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_xqa_decode_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { std::mem::zeroed() };
+        s.struct_size = std::mem::size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_xqa_decode_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What one run of xqa_decode gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_xqa_decode_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// Hq = group_size * Hkv.
+    pub num_q_heads: i32,
+    /// Hkv.
+    pub num_kv_heads: i32,
+    /// Thread blocks that share one sequence's KV, up to 1024. 0 is the library's choice.
+    pub kv_splits: i32,
+    /// Positions that count, at least 1. 0 when config.sliding_window is 0.
+    pub window: i32,
+    /// 1 lets the launch begin while the kernel before it on the stream is ending (programmatic dependent launch); 0 does not.
+    pub pdl: u32,
+    /// Multiplies the logits, on top of 1/sqrt(D). Finite and not 0. Ignored when q_scale_ptr is given.
+    pub q_scale: f32,
+    /// What the elements of an 8-bit cache are multiplied with. Finite and not 0; 0 or 1 for a 16-bit cache. Ignored when kv_scale_ptr is given.
+    pub kv_scale: f32,
+    /// Multiplies o before it is rounded to 8 bits. Finite and not 0; 0 or 1 for a 16-bit o.
+    pub rcp_out_scale: f32,
+    /// B, the sequences. 0 is a no-op that succeeds.
+    pub batch_size: i64,
+    /// Pages of the pool that k and v point to.
+    pub num_pages: i64,
+    /// Columns of page_table.
+    pub max_pages_per_seq: i64,
+    /// Longest of seq_lens where the host knows it; 0 stands for max_pages_per_seq * page_size. Only the choice of kv_splits depends on it.
+    pub max_seq_len: i64,
+    /// Distance between pages of k, and of v; 0 means page_size*Hkv*D. A multiple of D. In elements.
+    pub kv_page_stride: i64,
+    /// Distance between tokens of a page; 0 means Hkv*D (NHD). A multiple of D. For HND pass D. In elements.
+    pub kv_token_stride: i64,
+    /// Distance between KV heads; 0 means D (NHD). A multiple of D. For HND pass page_size*D. In elements.
+    pub kv_head_stride: i64,
+    /// \[B, Hq, D\] of dtype, dense, 16-byte aligned.
+    pub q: *const c_void,
+    /// \[num_pages, page_size, Hkv, D\] of kv_dtype with the kv strides, 16-byte aligned.
+    pub k: *const c_void,
+    /// As k, with the same strides.
+    pub v: *const c_void,
+    /// \[B, Hq, D\] of out_dtype, dense, 16-byte aligned. Written.
+    pub o: *mut c_void,
+    /// \[B, max_pages_per_seq\] int32, dense, aligned to its element. Read on the device: not checked.
+    pub page_table: *const c_void,
+    /// \[B\] int32 or uint32, aligned to its element. Read on the device: not checked.
+    pub seq_lens: *const c_void,
+    /// \[Hq\] float32, aligned to its element, or null for none.
+    pub sinks: *const c_void,
+    /// One float32 on the device instead of q_scale, or null.
+    pub q_scale_ptr: *const c_void,
+    /// One float32 on the device instead of kv_scale, or null. 8-bit caches only.
+    pub kv_scale_ptr: *const c_void,
+    /// \[B * Hkv\] uint32, aligned to its element, zero before the first launch, one per launch in flight. May be null when kv_splits comes out as 1.
+    pub semaphores: *mut c_void,
+    /// Size of semaphores: at least 4 * B * Hkv when kv_splits comes out above 1. In bytes.
+    pub semaphores_bytes: u64,
+    /// Scratch of the size kseal_xqa_decode_workspace_size gives, 128-byte aligned, one per launch in flight. Contents need not be kept. May be null when that size is 0.
+    pub workspace: *mut c_void,
+    /// Size of workspace. In bytes.
+    pub workspace_bytes: u64,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_xqa_decode_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { std::mem::zeroed() };
+        s.struct_size = std::mem::size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_xqa_decode_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 /// Every function of the library.
 #[derive(Clone, Copy)]
 pub struct Api {
@@ -341,6 +474,10 @@ pub struct Api {
     pub kseal_gdn_prefill_workspace_size: unsafe extern "C" fn(*mut kseal_gdn_prefill, *const kseal_gdn_prefill_args, *mut u64) -> kseal_status,
     pub kseal_gdn_prefill_run: unsafe extern "C" fn(*mut kseal_gdn_prefill, *const kseal_gdn_prefill_args) -> kseal_status,
     pub kseal_gdn_prefill_release: unsafe extern "C" fn(*mut kseal_gdn_prefill) -> kseal_status,
+    pub kseal_xqa_decode_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_xqa_decode_config, *mut *mut kseal_xqa_decode) -> kseal_status,
+    pub kseal_xqa_decode_workspace_size: unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args, *mut u64) -> kseal_status,
+    pub kseal_xqa_decode_run: unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args) -> kseal_status,
+    pub kseal_xqa_decode_release: unsafe extern "C" fn(*mut kseal_xqa_decode) -> kseal_status,
 }
 
 impl Api {
@@ -368,6 +505,10 @@ impl Api {
             kseal_gdn_prefill_workspace_size: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_prefill, *const kseal_gdn_prefill_args, *mut u64) -> kseal_status>(find(c"kseal_gdn_prefill_workspace_size")?),
             kseal_gdn_prefill_run: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_prefill, *const kseal_gdn_prefill_args) -> kseal_status>(find(c"kseal_gdn_prefill_run")?),
             kseal_gdn_prefill_release: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_prefill) -> kseal_status>(find(c"kseal_gdn_prefill_release")?),
+            kseal_xqa_decode_prepare: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_xqa_decode_config, *mut *mut kseal_xqa_decode) -> kseal_status>(find(c"kseal_xqa_decode_prepare")?),
+            kseal_xqa_decode_workspace_size: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args, *mut u64) -> kseal_status>(find(c"kseal_xqa_decode_workspace_size")?),
+            kseal_xqa_decode_run: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args) -> kseal_status>(find(c"kseal_xqa_decode_run")?),
+            kseal_xqa_decode_release: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_decode) -> kseal_status>(find(c"kseal_xqa_decode_release")?),
         })
     }
 }
@@ -386,6 +527,24 @@ impl crate::Op for GdnPrefill {
             workspace_size: api.kseal_gdn_prefill_workspace_size,
             run: api.kseal_gdn_prefill_run,
             release: api.kseal_gdn_prefill_release,
+        }
+    }
+}
+
+/// Decode attention over a paged KV cache (MQA, GQA, MHA), one query token a sequence, one kernel launch.
+pub enum XqaDecode {}
+
+impl crate::Op for XqaDecode {
+    type Raw = kseal_xqa_decode;
+    type Config = kseal_xqa_decode_config;
+    type Args = kseal_xqa_decode_args;
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_xqa_decode_prepare,
+            workspace_size: api.kseal_xqa_decode_workspace_size,
+            run: api.kseal_xqa_decode_run,
+            release: api.kseal_xqa_decode_release,
         }
     }
 }

@@ -35,6 +35,8 @@ typedef uint32_t kseal_dtype;
 #define KSEAL_DTYPE_F32 3
 #define KSEAL_DTYPE_I32 4
 #define KSEAL_DTYPE_I64 5
+#define KSEAL_DTYPE_E4M3 6
+#define KSEAL_DTYPE_I8 7
 typedef uint32_t kseal_state_layout;
 #define KSEAL_STATE_LAYOUT_HVK 1
 #define KSEAL_STATE_LAYOUT_HKV 2
@@ -47,6 +49,7 @@ typedef uint32_t kseal_open_flag;
 #define KSEAL_OPEN_FLAG_VALIDATION 1
 typedef struct kseal_bundle kseal_bundle;
 typedef struct kseal_gdn_prefill kseal_gdn_prefill;
+typedef struct kseal_xqa_decode kseal_xqa_decode;
 typedef struct kseal_open_args {
     uint32_t struct_size;
     uint32_t abi_version;
@@ -119,6 +122,50 @@ typedef struct kseal_gdn_prefill_args {
     uint64_t workspace_bytes;
     void *stream;
 } kseal_gdn_prefill_args;
+typedef struct kseal_xqa_decode_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t dtype;
+    uint32_t kv_dtype;
+    uint32_t out_dtype;
+    uint32_t head_dim;
+    uint32_t group_size;
+    uint32_t page_size;
+    uint32_t sliding_window;
+    void *stream;
+} kseal_xqa_decode_config;
+typedef struct kseal_xqa_decode_args {
+    uint32_t struct_size;
+    int32_t num_q_heads;
+    int32_t num_kv_heads;
+    int32_t kv_splits;
+    int32_t window;
+    uint32_t pdl;
+    float q_scale;
+    float kv_scale;
+    float rcp_out_scale;
+    int64_t batch_size;
+    int64_t num_pages;
+    int64_t max_pages_per_seq;
+    int64_t max_seq_len;
+    int64_t kv_page_stride;
+    int64_t kv_token_stride;
+    int64_t kv_head_stride;
+    const void *q;
+    const void *k;
+    const void *v;
+    void *o;
+    const void *page_table;
+    const void *seq_lens;
+    const void *sinks;
+    const void *q_scale_ptr;
+    const void *kv_scale_ptr;
+    void *semaphores;
+    uint64_t semaphores_bytes;
+    void *workspace;
+    uint64_t workspace_bytes;
+    void *stream;
+} kseal_xqa_decode_args;
 uint32_t kseal_abi_version(void);
 const char *kseal_status_name(kseal_status status);
 const char *kseal_last_error(void);
@@ -134,3 +181,11 @@ kseal_status kseal_gdn_prefill_workspace_size(kseal_gdn_prefill *handle,
     uint64_t *bytes);
 kseal_status kseal_gdn_prefill_run(kseal_gdn_prefill *handle, const kseal_gdn_prefill_args *args);
 kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle);
+kseal_status kseal_xqa_decode_prepare(kseal_bundle *bundle,
+    const kseal_xqa_decode_config *config,
+    kseal_xqa_decode **handle);
+kseal_status kseal_xqa_decode_workspace_size(kseal_xqa_decode *handle,
+    const kseal_xqa_decode_args *args,
+    uint64_t *bytes);
+kseal_status kseal_xqa_decode_run(kseal_xqa_decode *handle, const kseal_xqa_decode_args *args);
+kseal_status kseal_xqa_decode_release(kseal_xqa_decode *handle);

@@ -180,3 +180,119 @@ KSEAL_API kseal_status kseal_gdn_prefill_run(kseal_gdn_prefill *handle, const ks
 }
 
 KSEAL_API kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
+/* ---- xqa_decode ---- */
+
+static const uint32_t kseal_xqa_decode_values_dtype[] = {1, 2};
+static const char *const kseal_xqa_decode_names_dtype[] = {"bf16", "f16"};
+
+static const uint32_t kseal_xqa_decode_values_kv_dtype[] = {1, 2, 6, 7};
+static const char *const kseal_xqa_decode_names_kv_dtype[] = {"bf16", "f16", "e4m3", "i8"};
+
+static const uint32_t kseal_xqa_decode_values_out_dtype[] = {1, 2, 6};
+static const char *const kseal_xqa_decode_names_out_dtype[] = {"bf16", "f16", "e4m3"};
+
+static const uint32_t kseal_xqa_decode_values_head_dim[] = {16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256, 272, 288, 304, 320, 336, 352, 368, 384, 400, 416, 432, 448, 464, 480, 496, 512};
+static const char *const kseal_xqa_decode_names_head_dim[] = {"16", "32", "48", "64", "80", "96", "112", "128", "144", "160", "176", "192", "208", "224", "240", "256", "272", "288", "304", "320", "336", "352", "368", "384", "400", "416", "432", "448", "464", "480", "496", "512"};
+
+static const uint32_t kseal_xqa_decode_values_group_size[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
+static const char *const kseal_xqa_decode_names_group_size[] = {"1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16"};
+
+static const uint32_t kseal_xqa_decode_values_page_size[] = {16, 32, 64, 128};
+static const char *const kseal_xqa_decode_names_page_size[] = {"16", "32", "64", "128"};
+
+static const uint32_t kseal_xqa_decode_values_sliding_window[] = {0, 1};
+static const char *const kseal_xqa_decode_names_sliding_window[] = {"0", "1"};
+
+static const struct kseal_axis kseal_xqa_decode_axes[] = {
+    {"dtype", kseal_xqa_decode_values_dtype, kseal_xqa_decode_names_dtype, 2},
+    {"kv_dtype", kseal_xqa_decode_values_kv_dtype, kseal_xqa_decode_names_kv_dtype, 4},
+    {"out_dtype", kseal_xqa_decode_values_out_dtype, kseal_xqa_decode_names_out_dtype, 3},
+    {"head_dim", kseal_xqa_decode_values_head_dim, kseal_xqa_decode_names_head_dim, 32},
+    {"group_size", kseal_xqa_decode_values_group_size, kseal_xqa_decode_names_group_size, 16},
+    {"page_size", kseal_xqa_decode_values_page_size, kseal_xqa_decode_names_page_size, 4},
+    {"sliding_window", kseal_xqa_decode_values_sliding_window, kseal_xqa_decode_names_sliding_window, 2},
+};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_0[] = {{0, 1}, {1, 2}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_1[] = {{0, 2}, {1, 1}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_2[] = {{0, 1}, {2, 2}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_3[] = {{0, 2}, {2, 1}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_4[] = {{2, 6}, {1, 1}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_5[] = {{2, 6}, {1, 2}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_6[] = {{2, 6}, {1, 7}};
+
+static const struct kseal_exclude kseal_xqa_decode_excludes[] = {
+    {NULL, kseal_xqa_decode_exclude_0, 2,
+     "a 16-bit cache has the element type of q"},
+    {NULL, kseal_xqa_decode_exclude_1, 2,
+     "a 16-bit cache has the element type of q"},
+    {NULL, kseal_xqa_decode_exclude_2, 2,
+     "a 16-bit o has the element type of q"},
+    {NULL, kseal_xqa_decode_exclude_3, 2,
+     "a 16-bit o has the element type of q"},
+    {NULL, kseal_xqa_decode_exclude_4, 2,
+     "an e4m3 o needs an e4m3 cache"},
+    {NULL, kseal_xqa_decode_exclude_5, 2,
+     "an e4m3 o needs an e4m3 cache"},
+    {NULL, kseal_xqa_decode_exclude_6, 2,
+     "an e4m3 o needs an e4m3 cache"},
+};
+
+const struct kseal_xqa_decode_class kseal_xqa_decode_classes[2] = {
+    {"mha", 0},
+    {"mha_sm12x", 0},
+};
+
+static const struct kseal_op kseal_xqa_decode_op = {
+    .name = "xqa_decode",
+    .axes = kseal_xqa_decode_axes,
+    .axis_count = 7,
+    .excludes = kseal_xqa_decode_excludes,
+    .exclude_count = 7,
+};
+
+KSEAL_API kseal_status kseal_xqa_decode_prepare(kseal_bundle *bundle, const kseal_xqa_decode_config *config,
+    kseal_xqa_decode **handle) {
+    kseal_xqa_decode_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_decode: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, sizeof(kseal_xqa_decode_config), config, "kseal_xqa_decode_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.dtype, c.kv_dtype, c.out_dtype, c.head_dim, c.group_size, c.page_size, c.sliding_window};
+    status = kseal_op_prepare(bundle, &kseal_xqa_decode_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_xqa_decode *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_xqa_decode_workspace_size(kseal_xqa_decode *handle, const kseal_xqa_decode_args *args,
+    uint64_t *bytes) {
+    kseal_xqa_decode_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_decode: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_xqa_decode_args), args, "kseal_xqa_decode_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_xqa_decode_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_xqa_decode_run(kseal_xqa_decode *handle, const kseal_xqa_decode_args *args) {
+    kseal_xqa_decode_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_decode: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_xqa_decode_args), args, "kseal_xqa_decode_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_xqa_decode_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_xqa_decode_release(kseal_xqa_decode *handle) { return kseal_op_release((struct kseal_handle *)handle); }

@@ -44,11 +44,9 @@ def wheel() -> Path:
 def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("unpacked")
     with zipfile.ZipFile(wheel) as archive:
-        members = [
-            n for n in archive.namelist() if n.startswith(("flashinfer/gdn_kernels/", "flashinfer_python-"))
-        ]
+        folders = ("flashinfer/gdn_kernels/", "flashinfer/data/csrc/", "flashinfer_python-")
+        members = [n for n in archive.namelist() if n.startswith(folders)]
         archive.extractall(root, [*members, "flashinfer/__init__.py", "flashinfer/_build_meta.py"])
-    (root / "flashinfer" / "data").mkdir()
     return root
 
 
@@ -61,6 +59,7 @@ def tree(unpacked: Path, tmp_path: Path) -> Path:
 def checkout(unpacked: Path, tmp_path: Path) -> Path:
     """The same files where a git checkout has them."""
     root = Path(shutil.copytree(unpacked, tmp_path / "checkout"))
+    shutil.move(root / "flashinfer" / "data" / "csrc", root / "csrc")
     (root / "flashinfer" / "data").rmdir()
     licence = next(iter(PIN.licences))
     shutil.move(root / licence, root / "LICENSE")

@@ -119,7 +119,7 @@ PREPARE_REFUSED(element_type_that_the_op_does_not_have, "packed", KSEAL_INVALID_
                 "config.dtype is 3", "bf16 (1) or f16 (2)")
 PREPARE_REFUSED(state_layout_left_zero, "packed", KSEAL_INVALID_ARGUMENT, c.state_layout = 0, "config.state_layout is 0",
                 "hvk (1) or hkv (2)")
-PREPARE_REFUSED(boolean_that_is_neither_0_nor_1, "packed", KSEAL_INVALID_ARGUMENT, c.beta = 2, "config.beta is 2", "0 (0) or 1 (1)")
+PREPARE_REFUSED(boolean_that_is_neither_0_nor_1, "packed", KSEAL_INVALID_ARGUMENT, c.beta = 2, "config.beta is 2", "it must be 0 or 1")
 PREPARE_REFUSED(config_that_no_variant_here_has, "packed", KSEAL_UNSUPPORTED, c.dtype = KSEAL_DTYPE_F16, "dtype=f16",
                 "packed, plain, pooled, pooled_ckpt", "sm_90a")
 PREPARE_REFUSED(config_that_no_class_has_with_its_reason, "pooled", KSEAL_UNSUPPORTED, c.initial_state = 0, "initial_state=0",

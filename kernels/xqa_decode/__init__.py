@@ -1,0 +1,1 @@
+"""XQA: decode attention over a paged KV cache."""
