@@ -9,7 +9,7 @@ from typing import Any
 from .errors import InvalidArgument, KernsealError
 from .layout import Layout
 from .operands import Operand, OpSpec
-from .tensors import HOST, ITEM_BYTES, View, reader_of, row_stride, stream_handle
+from .tensors import HOST, ITEM_BYTES, View, dense_strides, reader_of, row_stride, stream_handle
 
 _BYTES = "bytes"
 
@@ -27,6 +27,7 @@ class Binder:
         self._successors = sorted({s for o in operands.values() for s in o.shape if s.endswith("+1")})
         self._derive = spec.derive
         self._device = config["device"]
+        self._config_sizes = {name: value for name, value in config.items() if type(value) is int}
 
     def values(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return every field's value, None where neither an argument, a tensor nor a default gives it.
@@ -66,7 +67,7 @@ class Binder:
                         break
 
     def _check(self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]) -> None:
-        sizes = {**values, **self._derive(values)}
+        sizes = {**self._config_sizes, **values, **self._derive(values)}
         for symbol in self._successors:
             count = values[symbol[:-2]]
             sizes[symbol] = None if count is None else count + 1
@@ -87,20 +88,23 @@ class Binder:
                 )
             if shape != expected.sizes(sizes):
                 expected.check_shape(shape, sizes)
-            if strides is not None:
+            if expected.strides:
+                expected.bind_strides(view, values)
+            elif strides is not None:
                 expected.bind_stride(view, args, values)
 
 
 class _Expected:
     """An operand under a given config."""
 
-    __slots__ = ("dtype", "name", "shape", "sizes", "stride")
+    __slots__ = ("dtype", "name", "shape", "sizes", "stride", "strides")
 
     def __init__(self, name: str, operand: Operand, config: Mapping[str, Any]) -> None:
         self.name = name
         self.dtype = config.get(operand.dtype, operand.dtype)
         self.shape = operand.shape
         self.stride = operand.row_stride
+        self.strides = operand.strides
         getter = itemgetter(*operand.shape)
         self.sizes = getter if len(operand.shape) > 1 else lambda sizes: (getter(sizes),)
 
@@ -117,6 +121,19 @@ class _Expected:
         have, wanted = _byte_count(self.name, view), values[self.shape[0]]
         if wanted is not None and have < wanted:
             raise InvalidArgument(f"{self.name}: holds {have} bytes, {self.shape[0]} says {wanted}")
+
+    def bind_strides(self, view: View, values: dict[str, Any]) -> None:
+        """Fill every stride field, or compare with what an argument or an operand before this one says."""
+        shape, dense = view[3], dense_strides(view[3])
+        strides = view[4] or dense
+        if shape[-1] != 1 and strides[-1] != 1:
+            raise InvalidArgument(f"{self.name}: strides {tuple(strides)}; the last dimension must be dense")
+        for field, size, have, usual in zip(self.strides, shape, strides, dense, strict=False):
+            stride = usual if size == 1 else have
+            known = values[field]
+            if known and known != stride and size != 1:
+                raise InvalidArgument(f"{field}: {known}, but {self.name} has {stride}")
+            values[field] = known or stride
 
     def bind_stride(self, view: View, args: Mapping[str, Any], values: dict[str, Any]) -> None:
         stride = row_stride(self.name, view[3], view[4] or ())

@@ -34,12 +34,20 @@ def _error(status: str, value: int, exit_code: int, doc: str) -> type[KernsealEr
     )
 
 
-InvalidArgument = _error("invalid_argument", 1, 2, "A field has a value outside what its documentation allows.")
-Unsupported = _error("unsupported", 2, 2, "Valid, but no variant of this bundle does it; the message lists what is there.")
+InvalidArgument = _error(
+    "invalid_argument", 1, 2, "A field has a value outside what its documentation allows."
+)
+Unsupported = _error(
+    "unsupported", 2, 2, "Valid, but no variant of this bundle does it; the message lists what is there."
+)
 Misaligned = _error("misaligned", 3, 2, "A pointer or stride is not aligned as the field asks.")
-WorkspaceTooSmall = _error("workspace_too_small", 4, 2, "workspace_bytes is less than the workspace query gives.")
+WorkspaceTooSmall = _error(
+    "workspace_too_small", 4, 2, "workspace_bytes is less than the workspace query gives."
+)
 Overflow = _error("overflow", 5, 2, "Sizes whose products do not fit the kernel's index arithmetic.")
-AbiMismatch = _error("abi_mismatch", 6, 3, "Caller and library were built against ABIs that do not fit together.")
+AbiMismatch = _error(
+    "abi_mismatch", 6, 3, "Caller and library were built against ABIs that do not fit together."
+)
 WrongSm = _error("wrong_sm", 7, 3, "The device, or the asked-for target, is not the SM the artifact is for.")
 Missing = _error("missing", 8, 4, "A file that the pins or the manifest name is not there.")
 Unknown = _error("unknown", 9, 4, "A file is there that the pins or the manifest do not name.")
@@ -51,13 +59,19 @@ Expired = _error("expired", 14, 5, "The key's validity had ended.")
 Revoked = _error("revoked", 15, 5, "The key has been revoked.")
 WrongType = _error("wrong_type", 16, 5, "Payload, statement or predicate type is not the one kernseal signs.")
 NoDriver = _error("no_driver", 17, 6, "libcuda.so.1 is not there or lacks a function.")
-DriverError = _error("driver_error", 18, 6, "A CUDA driver call failed; the message carries its name, code and text.")
+DriverError = _error(
+    "driver_error", 18, 6, "A CUDA driver call failed; the message carries its name, code and text."
+)
 Capturing = _error("capturing", 19, 6, "Not allowed while the stream is being captured into a graph.")
 NotPrepared = _error("not_prepared", 20, 6, "run on a device that prepare was not called for.")
-IoError = _error("io_error", 21, 7, "The operating system refused to read or write; the message carries its words.")
+IoError = _error(
+    "io_error", 21, 7, "The operating system refused to read or write; the message carries its words."
+)
 OutOfMemory = _error("out_of_memory", 22, 7, "No host memory.")
 BuildFailed = _error("build_failed", 23, 8, "A compiler, assembler or linker of the pinned toolchain failed.")
-RuleFailed = _error("rule_failed", 24, 8, "A source patch or PTX rule did not apply exactly as often as it says.")
+RuleFailed = _error(
+    "rule_failed", 24, 8, "A source patch or PTX rule did not apply exactly as often as it says."
+)
 SourceInvalid = _error("source_invalid", 25, 9, "The FlashInfer source is not the pinned one.")
 ToolchainInvalid = _error("toolchain_invalid", 26, 9, "An installed tool is not the pinned one.")
 PinsDiffer = _error("pins_differ", 27, 10, "A build's hashes are not the committed pins.")

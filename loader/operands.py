@@ -14,13 +14,17 @@ class Operand:
     Attributes:
         dtype: element type (``f32``), the config field that says it (``state_dtype``), or ``bytes`` for
             scratch.
-        shape: per dimension the args field with its size, ``field+1``, or a size of ``OpSpec.derive``.
+        shape: per dimension the args field with its size, ``field+1``, the config field with it, or a size of
+            ``OpSpec.derive``.
         row_stride: args field for the distance between rows, or None where rows must be dense.
+        strides: instead, the args fields for the distances of every dimension but the last, which is dense. Operands that
+            share them must agree.
     """
 
     dtype: str
     shape: tuple[str, ...]
     row_stride: str | None = None
+    strides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from .errors import InvalidArgument, Unsupported
 HOST = -1
 """Device of memory that no CUDA device owns."""
 
-ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1}
+ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1, "i8": 1, "e4m3": 1}
 
 
 View = tuple[int, int, str, tuple[int, ...], "tuple[int, ...] | None"]
@@ -58,6 +58,8 @@ def _torch_reader(torch: Any) -> Reader:
         torch.int32: "i32",
         torch.int64: "i64",
         torch.uint8: "u8",
+        torch.int8: "i8",
+        torch.float8_e4m3fn: "e4m3",
     }
 
     def read(tensor: Any, stream: int) -> View:
@@ -95,6 +97,8 @@ _DLPACK_DTYPES = {
     (0, 32): "i32",
     (0, 64): "i64",
     (1, 8): "u8",
+    (0, 8): "i8",
+    (10, 8): "e4m3",
 }
 _DLPACK_CUDA = frozenset({2, 13})  # kDLCUDA, kDLCUDAManaged
 _DLPACK_LEGACY_STREAM = 1  # the protocol's name for the legacy default stream; 0 would be ambiguous

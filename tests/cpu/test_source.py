@@ -44,8 +44,8 @@ def wheel() -> Path:
 def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("unpacked")
     with zipfile.ZipFile(wheel) as archive:
-        folders = ("flashinfer/gdn_kernels/", "flashinfer/data/csrc/", "flashinfer_python-")
-        members = [n for n in archive.namelist() if n.startswith(folders)]
+        folders = ("flashinfer/gdn_kernels/", "flashinfer_python-")
+        members = [n for n in archive.namelist() if n in WANTED or n.startswith(folders)]
         archive.extractall(root, [*members, "flashinfer/__init__.py", "flashinfer/_build_meta.py"])
     return root
 

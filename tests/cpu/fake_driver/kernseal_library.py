@@ -18,11 +18,11 @@ ABI = model.load()
 def build_library(
     sm: str,
     retarget: str | None,
-    variants: Sequence[tuple[VariantRecord, Path, bytes]],
+    variants: Sequence[tuple[VariantRecord, Path | None, bytes]],
     folder: Path,
     command: Sequence[str] = ZIG,
 ) -> Path:
-    """Link the library of ``variants`` (record, host object, image) and lay out their images beside it."""
+    """Link the library of ``variants`` (record, host object if any, image) and lay out their images beside it."""
     generated = folder / "generated"
     sources = library.library_sources(sm, retarget, [record for record, _, _ in variants], generated)
     for record, _, image in variants:
@@ -32,7 +32,7 @@ def build_library(
     flags = [*STRICT, "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden"]
     flags += [f"-I{d}" for d in library.include_dirs()]
     flags.append(f"-Wl,--version-script,{library.version_script()}")
-    objects = [host for _, host, _ in variants]
+    objects = [host for _, host, _ in variants if host is not None]
     return compile_c(command, [*sources, *objects], folder / "libkernseal.so", *flags)
 
 
@@ -60,12 +60,12 @@ class Kernseal:
         assert isinstance(text, bytes)
         return text.decode()
 
-    def config(self, op: str, axes: Mapping[str, str | bool], device: int = -1) -> Any:
+    def config(self, op: str, axes: Mapping[str, Any], device: int = -1) -> Any:
         described = ABI.op(op)
         values = {a.name: a.values[model.axis_key(axes[a.name])] for a in described.axes}
         return self.struct(f"kseal_{op}_config", device=device, **values)
 
-    def prepare(self, op: str, axes: Mapping[str, str | bool], device: int = -1) -> Any:
+    def prepare(self, op: str, axes: Mapping[str, Any], device: int = -1) -> Any:
         out = self.ffi.new(f"kseal_{op} **")
         status = getattr(self.c, f"kseal_{op}_prepare")(self.bundle, self.config(op, axes, device), out)
         assert status == 0, self.error()
