@@ -1,7 +1,8 @@
 """Compiles one variant with NVRTC: ``python -m kernseal.export.nvrtc_worker job.json``. No GPU, no host compiler.
 
-The program and every header it can include are handed over in memory: the patched source set, and the CUDA headers of the
-pinned wheel. NVRTC reads no file, so nothing of this machine reaches it, and a header that is not pinned is not found.
+The program and the headers it includes are handed over in memory: the patched source set, and the CUDA headers of the pinned
+wheel. NVRTC gets no folder to search, so no path of this machine reaches it, and a header that is not pinned is not found
+(unless a pinned source named it by an absolute path).
 """
 
 from __future__ import annotations
