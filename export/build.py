@@ -306,7 +306,11 @@ def _dependencies(made: Plan, used: Mapping[str, Op]) -> list[dict[str, Any]]:
 def _tool(tool: toolchain.Tool) -> dict[str, Any]:
     """A tool: its reviewed wheels, one of which is what ran, file for file; the same text on every Python."""
     wheels = next(pin.wheels for pin in toolchain.load_pins() if pin.name == tool.name)
-    return {"uri": tool.purl, "digest": {"sha256": tool.pin}, "annotations": {"role": tool.role, "wheels": wheels}}
+    return {
+        "uri": tool.purl,
+        "digest": {"sha256": tool.pin},
+        "annotations": {"role": tool.role, "wheels": wheels},
+    }
 
 
 def build(

@@ -169,8 +169,8 @@ def constant_u32(data: bytes, name: str) -> int:
     Raises:
         Malformed: not an ELF file, or it has no such constant with a value.
     """
+    elf = _open(data, "cubin")
     try:
-        elf = ELFFile(io.BytesIO(data))
         table = elf.get_section_by_name(".symtab")
         found = [] if table is None else table.get_symbol_by_name(name) or []
         for symbol in found:
@@ -178,7 +178,7 @@ def constant_u32(data: bytes, name: str) -> int:
             at, size = symbol["st_value"], symbol["st_size"]
             if size == 4 and at + size <= len(content):
                 return int.from_bytes(content[at : at + size], "little")
-    except (ELFError, struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except Exception as error:
         raise Malformed(f"cubin: {type(error).__name__}: {error}") from error
     raise Malformed(f"cubin: no 32-bit constant {name!r}")
 

@@ -27,16 +27,17 @@ pytestmark = [
 CASES = 400
 CACHE_LIST_BYTES = 36
 """Of the 40 bytes of KVCacheList; the rest is padding that nobody sets."""
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"head_dim": 64, "sliding_window": True},
-    "fp8": {"kv_dtype": "e4m3", "group_size": 4},
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("sm_90a", {}),
+    "window": ("sm_90a", {"head_dim": 64, "sliding_window": True}),
+    "fp8": ("sm_90a", {"kv_dtype": "e4m3", "group_size": 4}),
+    "sm120": ("sm_120a", {"head_dim": 256, "group_size": 4}),
 }
 
 
-def built(axes: dict[str, Any]) -> Built:
+def built(sm: str, axes: dict[str, Any]) -> Built:
     """The variant, compiled as for a bundle."""
-    target = spec.Target("sm_90a")
+    target = spec.Target(sm)
     variant = op().variant(target, axes)
     options = Options(only=(variant.id,))
     with locked("xqa"), compile_cache():
@@ -63,8 +64,9 @@ def launches(gpu: FakeGpu, sizes: list[int]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_launches_are_upstreams(gpu: FakeGpu, tmp_path: Path, name: str) -> None:
-    axes = axes_of(**VARIANTS[name])
-    made, theirs = built(axes), Upstream(axes, tmp_path / "upstream")
+    sm, changes = VARIANTS[name]
+    axes = axes_of(**changes)
+    made, theirs = built(sm, axes), Upstream(axes, sm, tmp_path / "upstream")
     entry = elf.read(made.read("kernel.cubin")).entries["kernel_mha"]
     sizes = [param.size for param in entry.params]
     assert sizes == param_sizes(axes)

@@ -5,6 +5,7 @@ Shared by ``tests/cpu/test_fuzz_readers.py`` (hypothesis, in every run of the te
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 import synthetic_bundle as made
@@ -71,6 +72,8 @@ def read_cubin(data: bytes) -> None:
     assert all(name == entry.name for name, entry in cubin.entries.items())
     assert all(entry.code_bytes <= len(data) for entry in cubin.entries.values())
     assert len(cubin.code_sha256) == 64
+    with contextlib.suppress(errors.Malformed):
+        assert elf.constant_u32(data, "smemSize") < 2**32
 
 
 def read_object(data: bytes) -> None:

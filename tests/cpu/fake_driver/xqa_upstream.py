@@ -52,16 +52,16 @@ class Upstream:
         spill_bytes: what nvcc's ptxas says of it, loads and stores.
     """
 
-    def __init__(self, axes: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, axes: Mapping[str, Any], sm: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         opened, _ = source.open_source(None, source.upstream())
         for name in (*source.source_set(op().folder), "flashinfer/data/csrc/xqa/hostUtils.h"):
             data = opened.read(name)
             assert data is not None, name
             (folder / Path(name).name).write_bytes(data)
-        report = _nvcc(axes, folder)
+        report = _nvcc(axes, sm, folder)
         self.spill_bytes = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
-        (cubin,) = folder.glob("*.sm_90a.cubin")
+        (cubin,) = folder.glob(f"*.{sm}.cubin")
         self.smem = _smem(cubin.read_bytes())
         os.environ["UPSTREAM_SMEM"] = str(self.smem)
         self.ffi: Any = cffi.FFI()
@@ -85,13 +85,13 @@ class Upstream:
         self.c.upstream_launch(self.ffi.new("struct upstream_call *", values))
 
 
-def _nvcc(axes: Mapping[str, Any], folder: Path) -> str:
+def _nvcc(axes: Mapping[str, Any], sm: str, folder: Path) -> str:
     data = op().data
     program = load_recipe(str(op().folder / data["recipe"])).mha(axes, data["classes"]["mha"])
     macros = {name: value for name, value in program.macros.items() if name != "GENERATE_CUBIN"}
     command = [
         "nvcc",
-        "-arch=sm_90a",
+        f"-arch={sm}",
         "-std=c++17",
         "-O3",
         "-use_fast_math",
