@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu.fake_driver.kernseal_library import Kernseal, build_library
+from cpu.fake_driver.native import ZIG
 
 from kernseal.abi.library import VariantRecord
 from kernseal.export import paths, spec
@@ -61,10 +62,10 @@ def record(axes: Mapping[str, Any], image: bytes, dynamic_smem: int = SMEM) -> V
 
 
 def library_of(all_axes: Sequence[Mapping[str, Any]], folder: Path) -> Kernseal:
-    image = bytes(range(64))
-    return Kernseal(
-        build_library("sm_90a", None, [(record(a, image), None, image) for a in all_axes], folder)
-    )
+    """A library with these variants, in which undefined behaviour traps."""
+    image, command = bytes(range(64)), (*ZIG, "-fsanitize=undefined", "-fsanitize-trap=undefined")
+    variants = [(record(axes, image), None, image) for axes in all_axes]
+    return Kernseal(build_library("sm_90a", None, variants, folder, command))
 
 
 def param_sizes(axes: Mapping[str, Any]) -> list[int]:
