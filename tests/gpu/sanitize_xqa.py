@@ -12,7 +12,6 @@ import sys
 # One cudaMalloc per tensor: an access past the end of one must not land in another.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
-import torch
 from gpu.bundles import open_by_name
 from gpu.xqa_problems import Runner, axes_of, make, oracle, worst_row
 
