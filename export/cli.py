@@ -41,7 +41,7 @@ class Commands(click.Group):
         except BrokenPipeError:
             sys.exit(0)
         except OSError as error:
-            _fail("io_error", f"{error.filename or ''}: {error.strerror}", 7)
+            _fail("io_error", str(error), 7)
         sys.exit(code if isinstance(code, int) else 0)
 
 

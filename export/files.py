@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import hashlib
 import os
 import re
@@ -80,7 +81,10 @@ def _alive(pid: int) -> bool:
 
 
 def replace_folder(stage: Path, target: Path) -> None:
-    """Put ``stage`` in the place of ``target``. A kill in between leaves the old folder beside it, never a mixture."""
+    """Put ``stage`` in the place of ``target``; where that holds the same files already, leave it to its readers.
+
+    A kill in between leaves the old folder beside it, never a mixture.
+    """
     if not target.exists():
         try:
             os.rename(stage, target)
@@ -88,8 +92,22 @@ def replace_folder(stage: Path, target: Path) -> None:
         except OSError:
             if not target.exists():
                 raise
+    if _same_files(stage, target):
+        return
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
     shutil.rmtree(old, ignore_errors=True)
     os.rename(target, old)
     os.rename(stage, target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _same_files(one: Path, two: Path) -> bool:
+    def names(root: Path) -> set[str]:
+        return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+
+    try:
+        found = names(one)
+        same = filecmp.cmpfiles(one, two, sorted(found), shallow=False)[0]
+        return names(two) == found == set(same)
+    except OSError:
+        return False

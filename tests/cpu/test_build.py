@@ -218,6 +218,18 @@ def test_a_kill_between_the_two_renames_is_put_right_by_the_next_build(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == [target.name]
 
 
+def test_a_folder_with_the_same_files_is_left_to_its_readers(tmp_path: Path) -> None:
+    target = tmp_path / "entry"
+    for text, inode_stays in (("one", False), ("one", True), ("two", False)):
+        before = target.stat().st_ino if target.exists() else None
+        with files.staged_folder(target) as stage:
+            (stage / "sub").mkdir()
+            (stage / "sub" / "file").write_text(text)
+        assert (target.stat().st_ino == before) is inode_stays
+        assert (target / "sub" / "file").read_text() == text
+    assert [path.name for path in tmp_path.iterdir()] == ["entry"]
+
+
 @pytest.mark.slow
 def test_a_full_disk_is_an_input_output_error_and_leaves_no_bundle(tmp_path: Path) -> None:
     bundle("90")
