@@ -9,8 +9,12 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+TRIES = 50
+"""How often a folder's replacement is tried while others replace it, too."""
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -83,22 +87,30 @@ def _alive(pid: int) -> bool:
 def replace_folder(stage: Path, target: Path) -> None:
     """Put ``stage`` in the place of ``target``; where that holds the same files already, leave it to its readers.
 
-    A kill in between leaves the old folder beside it, never a mixture.
+    A kill in between leaves the old folder beside it, never a mixture. Others may do the same at the same time: who
+    finds the folder moved under its hands tries again.
     """
-    if not target.exists():
-        try:
-            os.rename(stage, target)
-            return
-        except OSError:
-            if not target.exists():
-                raise
-    if _same_files(stage, target):
-        return
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    shutil.rmtree(old, ignore_errors=True)
-    os.rename(target, old)
-    os.rename(stage, target)
-    shutil.rmtree(old, ignore_errors=True)
+    for attempt in range(TRIES):
+        try:
+            return _replace_once(stage, target, old)
+        except OSError:
+            if old.exists() and not target.exists():
+                with contextlib.suppress(OSError):
+                    os.rename(old, target)
+            if attempt == TRIES - 1 or not stage.exists():
+                raise
+            time.sleep(0.01)
+
+
+def _replace_once(stage: Path, target: Path, old: Path) -> None:
+    if not target.exists():
+        os.rename(stage, target)
+    elif not _same_files(stage, target):
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(target, old)
+        os.rename(stage, target)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _same_files(one: Path, two: Path) -> bool:

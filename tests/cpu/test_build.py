@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -227,6 +229,24 @@ def test_a_folder_with_the_same_files_is_left_to_its_readers(tmp_path: Path) -> 
             (stage / "sub" / "file").write_text(text)
         assert (target.stat().st_ino == before) is inode_stays
         assert (target / "sub" / "file").read_text() == text
+    assert [path.name for path in tmp_path.iterdir()] == ["entry"]
+
+
+def replace_often(target: Path, text: str) -> None:
+    for number in range(60):
+        with files.staged_folder(target) as stage:
+            (stage / "file").write_text(f"{text}{number}")
+
+
+def test_many_writers_of_one_folder_all_succeed_and_it_is_always_whole_in_the_end(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=replace_often, args=(tmp_path / "entry", name)) for name in "abcd"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0, 0, 0, 0]
+    assert re.fullmatch(r"[abcd]\d+", (tmp_path / "entry" / "file").read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["entry"]
 
 

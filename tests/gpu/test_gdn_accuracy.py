@@ -100,7 +100,9 @@ def test_the_cases_above_are_all_the_variants_of_the_bundle(bundle: Any) -> None
     def words(axes: dict[str, Any]) -> tuple[tuple[str, str], ...]:
         return tuple(sorted((k, str(int(v)) if isinstance(v, bool) else str(v)) for k, v in axes.items()))
 
-    assert {words(case.axes) for case in VARIANTS} == {words(dict(v.axes)) for v in bundle.variants()}
+    assert {words(case.axes) for case in VARIANTS} == {
+        words(dict(v.axes)) for v in bundle.variants() if v.op == "gdn_prefill"
+    }
 
 
 @pytest.mark.parametrize("every", [64, 128, 192])
