@@ -82,7 +82,7 @@ def test_a_changed_source_file_is_named_with_the_code_it_moved(workshop: Worksho
         path = changed / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(opened.read(name) or b"")
-    (changed / "flashinfer" / "data").mkdir()
+    (changed / "flashinfer" / "data").mkdir(exist_ok=True)
     text = (changed / ALPHA).read_text()
     assert "1e-10" in text
     (changed / ALPHA).write_text(text.replace("1e-10", "2e-10"))
