@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import yaml
 
-from kernseal.export import paths
+from kernseal.export import files, paths
 from kernseal.loader.errors import InvalidArgument, Malformed, Unsupported
 
 AxisValue = str | bool | int
@@ -143,9 +142,22 @@ def variant_id(data: Mapping[str, Any], axes: Mapping[str, AxisValue]) -> str:
     return "_".join(tag for tag in tags if tag)
 
 
-@functools.cache
-def _schema() -> Any:
-    return json.loads((Path(__file__).parent / "schemas" / "kernel.schema.json").read_text())
+def _check(path: Path, text: str, data: Any) -> None:
+    """Hold ``kernel.yaml`` against the schema, once for each text: importing the validator costs more than a whole build
+    that changes nothing."""
+    schema = (Path(__file__).parent / "schemas" / "kernel.schema.json").read_text()
+    stamp = paths.cache() / "checked" / files.sha256_bytes(f"{schema}\0{text}".encode())
+    if stamp.is_file():
+        return
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(json.loads(schema))
+    found = sorted(validator.iter_errors(data), key=lambda error: list(error.absolute_path))
+    if found:
+        where = ".".join(str(part) for part in found[0].absolute_path) or "top level"
+        raise Malformed(f"kernels/{path.parent.name}/{path.name}: {where}: {found[0].message}")
+    with contextlib.suppress(OSError):
+        files.write_atomic(stamp, b"")
 
 
 def load_op(folder: Path) -> Op:
@@ -156,15 +168,11 @@ def load_op(folder: Path) -> Op:
     """
     path = folder / "kernel.yaml"
     try:
-        data = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        data = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise Malformed(f"{path.name} of {folder.name}: {error}") from error
-    found = sorted(
-        jsonschema.Draft202012Validator(_schema()).iter_errors(data), key=lambda e: list(e.absolute_path)
-    )
-    if found:
-        where = ".".join(str(part) for part in found[0].absolute_path) or "top level"
-        raise Malformed(f"kernels/{folder.name}/kernel.yaml: {where}: {found[0].message}")
+    _check(path, text, data)
     if data["op"] != folder.name:
         raise Malformed(f"kernels/{folder.name}/kernel.yaml: op: {data['op']!r} is not the folder's name")
     return Op(data["op"], folder, data)
