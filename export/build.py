@@ -369,13 +369,15 @@ def _state(bundle: Path) -> Path:
 
 def _identity(made: Plan, options: Options, revision: git.Revision, key: signing.SigningKey) -> str:
     """Digest of everything that decides the bundle's bytes."""
+    root = paths.kernels()
     sources = {path.parent.name + "/" + path.name: files.sha256_file(path) for path in library.core_sources()}
     headers = {
         path.name: files.sha256_file(path)
         for folder in library.include_dirs()
         for path in sorted(folder.glob("*.h"))
     }
-    known = {f"{p.variant.key}": evidence.of(p.op, p.variant.class_name, made.target) for p in made.planned}
+    # What the manifest says beyond the variants' inputs: semantics, evidence, licences, tools.
+    said = {path.relative_to(root).as_posix(): files.sha256_file(path) for path in sorted(root.rglob("*.yaml"))}
     own = {path.name: files.sha256_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
     parts = [
         made.target.folder,
@@ -383,7 +385,7 @@ def _identity(made: Plan, options: Options, revision: git.Revision, key: signing
         {p.variant.key: p.inputs.key for p in made.planned},
         sources,
         headers,
-        known,
+        said,
         own,
     ]
     return inputs.digest([*parts, revision.commit, revision.dirty, key.keyid])

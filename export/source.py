@@ -11,10 +11,9 @@ import json
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import yaml
 
@@ -171,20 +170,3 @@ def all_wanted() -> dict[str, str]:
     for path in sorted(paths.kernels().glob("*/source_set.json")):
         wanted.update(source_set(path.parent))
     return wanted
-
-
-def write_pins(source: Source, pin: Upstream, sets: Mapping[Path, Iterable[str]]) -> None:
-    """Write ``upstream_listing.json`` and the ops' ``source_set.json`` from a source (a reviewer's act)."""
-
-    def table(names: Iterable[str]) -> dict[str, Any]:
-        return {name: files.sha256_bytes(source.read(name) or b"") for name in sorted(names)}
-
-    def store(path: Path, data: dict[str, Any]) -> None:
-        files.write_atomic(path, (json.dumps(data, indent=1, sort_keys=True) + "\n").encode())
-
-    store(
-        paths.kernels() / "upstream_listing.json",
-        table(n for folder in pin.watched for n in source.names(folder)),
-    )
-    for folder, names in sets.items():
-        store(folder / "source_set.json", table(names))

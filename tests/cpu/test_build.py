@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from builds import BOTH, CACHE, PACKED, ROOT, bundle, compile_cache, signing_key
 
-from kernseal.export import build, elf, files, spec
+from kernseal.export import build, elf, files, git, paths, spec
 from kernseal.export import variant as variants
 from kernseal.export.build import Options
 from kernseal.loader.errors import BuildFailed, InvalidArgument, RuleFailed, Unsupported
@@ -264,6 +264,18 @@ def test_a_full_disk_is_an_input_output_error_and_leaves_no_bundle(tmp_path: Pat
     assert child.returncode in (7, 8), output
     assert json.loads(output)["error"] in ("io_error", "build_failed")
     assert visible(out) == []
+
+
+def test_other_words_in_the_manifest_are_another_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Semantics and evidence move no variant, yet the bundle in place is then not the one asked for."""
+    made, revision = build.plan(OPS, SM90, Options(only=(PACKED,))), git.Revision(None, True)
+    before = build._identity(made, Options(), revision, signing_key())
+    copy = Path(shutil.copytree(paths.kernels(), tmp_path / "kernels"))
+    monkeypatch.setattr(paths, "kernels", lambda: copy)
+    assert build._identity(made, Options(), revision, signing_key()) == before
+    yaml_file = copy / "gdn_prefill" / "kernel.yaml"
+    yaml_file.write_text(yaml_file.read_text().replace("q and k are used as given", "q and k are taken as given"))
+    assert build._identity(made, Options(), revision, signing_key()) != before
 
 
 def test_a_variant_that_the_profile_lacks_lists_what_is_there() -> None:
