@@ -68,12 +68,20 @@ class Op:
     folder: Path
     data: Mapping[str, Any] = field(hash=False)
 
-    def class_for(self, target: Target) -> str | None:
-        """Upstream class that serves ``target``, or None."""
-        for name, cls in self.data["classes"].items():
-            retargets = cls.get("retarget", [])
-            if target.sm in cls["sms"] and (target.retarget is None or target.retarget in retargets):
-                return str(name)
+    def classes_for(self, target: Target) -> list[str]:
+        """Upstream classes that serve ``target``, in order of ``kernel.yaml``."""
+        return [
+            str(name)
+            for name, cls in self.data["classes"].items()
+            if target.sm in cls["sms"] and (target.retarget is None or target.retarget in cls.get("retarget", []))
+        ]
+
+    def class_for(self, target: Target, axes: Mapping[str, AxisValue]) -> str | None:
+        """The upstream class that serves ``axes`` on ``target``: the first whose ``serves`` has them. None without one."""
+        for name in self.classes_for(target):
+            serves = self.data["classes"][name].get("serves", {})
+            if all(axes[axis] in values for axis, values in serves.items()):
+                return name
         return None
 
     def excluded(self, class_name: str, axes: Mapping[str, AxisValue]) -> str | None:
@@ -91,26 +99,30 @@ class Op:
         Raises:
             Unsupported: no class serves the target, or the combination is excluded.
         """
-        class_name = self.class_for(target)
-        if class_name is None:
+        classes = self.classes_for(target)
+        if not classes:
             raise Unsupported(
                 f"op {self.name}: target {target.name} has no class; supported: {', '.join(self.targets())}"
             )
+        class_name = self.class_for(target, axes)
+        if class_name is None:
+            served = "; ".join(f"{name} serves {self.data['classes'][name]['serves']}" for name in classes)
+            raise Unsupported(f"op {self.name}: no class of {target.name} has {dict(axes)}: {served}")
         if why := self.excluded(class_name, axes):
             raise Unsupported(f"op {self.name}, class {class_name}: {why}")
         ordered = {axis: axes[axis] for axis in self.data["axes"]}
         return Variant(self.name, class_name, ordered, variant_id(self.data, ordered))
 
     def variants(self, target: Target, profile: str) -> list[Variant]:
-        """Every variant of ``profile`` that the target's class has, in order of id. Empty when no class serves it."""
-        class_name = self.class_for(target)
-        if class_name is None:
+        """Every variant of ``profile`` that the target's classes have, in order of id. Empty when no class serves it."""
+        if not self.classes_for(target):
             return []
         if profile not in self.data["profiles"]:
             raise InvalidArgument(f"profile {profile!r}: supported: {', '.join(self.data['profiles'])}")
         found: dict[str, Variant] = {}
         for axes in self._points(profile):
-            if self.excluded(class_name, axes) is None:
+            class_name = self.class_for(target, axes)
+            if class_name is not None and self.excluded(class_name, axes) is None:
                 made = self.variant(target, axes)
                 found[made.id] = made
         return [found[key] for key in sorted(found)]

@@ -245,6 +245,13 @@ kseal_status kseal_handle_launch(const struct kseal_handle *handle, void **args,
     return status;
 }
 
+kseal_status kseal_encode_tiles(const struct kseal_tiles *tiles, struct kseal_tensor_map *map) {
+    static const uint32_t dense[KSEAL_TILE_RANK] = {1, 1, 1, 1, 1};
+    CUresult code = kseal_driver.cuTensorMapEncodeTiled(map, tiles->type, tiles->rank, (void *)(uintptr_t)tiles->address,
+                                                        tiles->sizes, tiles->strides, tiles->box, dense, 0, tiles->swizzle, 0, 0);
+    return code == 0 ? KSEAL_OK : kseal_driver_fail("cuTensorMapEncodeTiled", code);
+}
+
 kseal_status kseal_handle_launch_kernel(const struct kseal_handle *handle, const struct kseal_launch *launch, void **params) {
     CUlaunchAttribute pdl = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, .value = {launch->pdl}};
     CUlaunchConfig config = {

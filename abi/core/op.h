@@ -67,6 +67,27 @@ struct kseal_launch {
     CUstream stream;
 };
 
+/* A TMA descriptor, as a kernel takes it. */
+struct kseal_tensor_map {
+    _Alignas(64) uint64_t words[16];
+};
+
+#define KSEAL_TILE_RANK 5
+
+/* What a descriptor of a tiled tensor says. Dimensions go from the fastest; strides are in bytes, of the dimensions after it. */
+struct kseal_tiles {
+    int type; /* CU_TENSOR_MAP_DATA_TYPE_... */
+    uint32_t rank;
+    const void *address;
+    uint64_t sizes[KSEAL_TILE_RANK];
+    uint64_t strides[KSEAL_TILE_RANK - 1];
+    uint32_t box[KSEAL_TILE_RANK];
+    int swizzle; /* CU_TENSOR_MAP_SWIZZLE_... */
+};
+
+/* For launch code: makes the descriptor on the host. No context is needed, nothing is allocated. */
+kseal_status kseal_encode_tiles(const struct kseal_tiles *tiles, struct kseal_tensor_map *map);
+
 /* For launch code: launches the variant's kernel with its dynamic shared memory. `params` points to each parameter, in order. */
 kseal_status kseal_handle_launch_kernel(const struct kseal_handle *handle, const struct kseal_launch *launch, void **params);
 

@@ -81,6 +81,8 @@ pub const KSEAL_DTYPE_I64: kseal_dtype = 5;
 pub const KSEAL_DTYPE_E4M3: kseal_dtype = 6;
 /// Signed 8-bit integer.
 pub const KSEAL_DTYPE_I8: kseal_dtype = 7;
+/// 4-bit float E2M1, two to a byte (low half first), with one e4m3 scale for every 16 elements along the head.
+pub const KSEAL_DTYPE_NVFP4: kseal_dtype = 8;
 
 /// Memory order of one recurrent state matrix.
 pub type kseal_state_layout = u32;

@@ -37,6 +37,7 @@ typedef uint32_t kseal_dtype;
 #define KSEAL_DTYPE_I64 5
 #define KSEAL_DTYPE_E4M3 6
 #define KSEAL_DTYPE_I8 7
+#define KSEAL_DTYPE_NVFP4 8
 typedef uint32_t kseal_state_layout;
 #define KSEAL_STATE_LAYOUT_HVK 1
 #define KSEAL_STATE_LAYOUT_HKV 2

@@ -289,9 +289,9 @@ def test_an_sm_that_no_op_has_lists_those_that_are_there() -> None:
 
 
 def test_the_sm120_class_is_never_the_sm90_product() -> None:
-    assert OPS[0].class_for(SM90) == "sm90"
+    assert OPS[0].class_for(SM90, {}) == "sm90"
     retargeted = spec.parse_target("120", "90", OPS)
-    assert OPS[0].class_for(retargeted) == "sm120"
+    assert OPS[0].class_for(retargeted, {}) == "sm120"
     assert retargeted.folder == "sm_120a-on-sm_90a-linux-x86_64"
 
 
