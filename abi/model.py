@@ -144,6 +144,13 @@ class Op:
     functions: tuple[Function, ...]
 
     @property
+    def scratch(self) -> tuple[str, ...]:
+        """What a caller allocates for a run: each has a function that says how large."""
+        return tuple(
+            what for what in ("workspace", "semaphores") if what == "workspace" or self.args.has(f"{what}_bytes")
+        )
+
+    @property
     def class_keys(self) -> tuple[str, ...]:
         return tuple(sorted({key for c in self.classes for key in c.numbers}))
 
@@ -315,6 +322,7 @@ def _op(spec: Mapping[str, Any], functions: Iterable[Mapping[str, Any]], enums: 
         else f
         for f in spec["abi"]["config"]
     ]
+    arg_names = [f["name"] for f in spec["abi"]["args"]]
     return Op(
         name=name,
         summary=spec["summary"],
@@ -326,5 +334,5 @@ def _op(spec: Mapping[str, Any], functions: Iterable[Mapping[str, Any]], enums: 
         classes=tuple(OpClass(c, v["builder"], _flatten(v)) for c, v in spec["classes"].items()),
         excludes=tuple(_exclude(e, axes) for e in spec.get("excludes", ())),
         limits=_flatten(spec["limits"]),
-        functions=tuple(_function(f, {"op": name}) for f in functions),
+        functions=tuple(_function(f, {"op": name}) for f in functions if f.get("needs") in (None, *arg_names)),
     )

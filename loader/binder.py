@@ -67,7 +67,8 @@ class Binder:
                         break
 
     def _check(self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]) -> None:
-        sizes = {**self._config_sizes, **values, **self._derive(values)}
+        sizes = {**self._config_sizes, **values}
+        sizes.update(self._derive(sizes))
         for symbol in self._successors:
             count = values[symbol[:-2]]
             sizes[symbol] = None if count is None else count + 1
@@ -82,7 +83,7 @@ class Binder:
             if expected.dtype == _BYTES:
                 expected.check_bytes(view, values)
                 continue
-            if dtype != expected.dtype:
+            if dtype not in expected.dtypes:
                 raise InvalidArgument(
                     f"{name}: element type {dtype}; this op was prepared for {expected.dtype}"
                 )
@@ -97,11 +98,12 @@ class Binder:
 class _Expected:
     """An operand under a given config."""
 
-    __slots__ = ("dtype", "name", "shape", "sizes", "stride", "strides")
+    __slots__ = ("dtype", "dtypes", "name", "shape", "sizes", "stride", "strides")
 
     def __init__(self, name: str, operand: Operand, config: Mapping[str, Any]) -> None:
         self.name = name
         self.dtype = config.get(operand.dtype, operand.dtype)
+        self.dtypes = self.dtype.split("|")
         self.shape = operand.shape
         self.stride = operand.row_stride
         self.strides = operand.strides

@@ -55,6 +55,7 @@ class Op:
         self._handle: Any = _prepare(library, bundle, name, spec, self.config)
         self._run = getattr(c, f"kseal_{name}_run")
         self._workspace_size = getattr(c, f"kseal_{name}_workspace_size")
+        self._semaphores_size = getattr(c, f"kseal_{name}_semaphores_size", None)
         self._layout = layout = Layout(ffi, f"kseal_{name}_args")
         self._fields = itemgetter(*layout.names)
         self._binder = Binder(layout, spec, self.config)
@@ -88,13 +89,20 @@ class Op:
             InvalidArgument: as ``run``; fields that are left out count as 0.
             KernsealError: what the C library says.
         """
+        return self._scratch_size(self._workspace_size, args)
+
+    def semaphores_size(self, **args: Any) -> int:
+        """Return the bytes of semaphores that ``run`` needs; see ``workspace_size``. 0 for an op that has none."""
+        return 0 if self._semaphores_size is None else self._scratch_size(self._semaphores_size, args)
+
+    def _scratch_size(self, function: Any, args: Mapping[str, Any]) -> int:
         handle = self._handle
         if handle is None:
             raise self._closed()
         values = self._binder.values(args)
         record = self._layout.pack([0 if value is None else value for value in self._fields(values)])
         size = self._library.ffi.new("uint64_t *")
-        self._library.check(self._workspace_size(handle, record, size))
+        self._library.check(function(handle, record, size))
         return int(size[0])
 
     def let_go(self) -> None:

@@ -12,8 +12,8 @@ class Operand:
     """The tensor a pointer field of args points to.
 
     Attributes:
-        dtype: element type (``f32``), the config field that says it (``state_dtype``), or ``bytes`` for
-            scratch.
+        dtype: element type (``f32``), several that will do (``i32|u32``), the config field that says it
+            (``state_dtype``), or ``bytes`` for scratch.
         shape: per dimension the args field with its size, ``field+1``, the config field with it, or a size of
             ``OpSpec.derive``.
         row_stride: args field for the distance between rows, or None where rows must be dense.
@@ -34,7 +34,7 @@ class OpSpec:
     Attributes:
         operands: config to the operand of every pointer but the stream.
         config_enums: config fields whose values are names of a C enum.
-        derive: args fields to the sizes that shapes name and args lack.
+        derive: config and args fields to the sizes that shapes name and args lack.
         config_defaults: config fields a caller may leave out.
         args_defaults: sizes and strides a caller may leave out.
     """

@@ -15,7 +15,7 @@ from .errors import InvalidArgument, Unsupported
 HOST = -1
 """Device of memory that no CUDA device owns."""
 
-ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1, "i8": 1, "e4m3": 1}
+ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "u32": 4, "i64": 8, "u8": 1, "i8": 1, "e4m3": 1}
 
 
 View = tuple[int, int, str, tuple[int, ...], "tuple[int, ...] | None"]
@@ -56,6 +56,7 @@ def _torch_reader(torch: Any) -> Reader:
         torch.float16: "f16",
         torch.float32: "f32",
         torch.int32: "i32",
+        torch.uint32: "u32",
         torch.int64: "i64",
         torch.uint8: "u8",
         torch.int8: "i8",
@@ -97,6 +98,7 @@ _DLPACK_DTYPES = {
     (0, 32): "i32",
     (0, 64): "i64",
     (1, 8): "u8",
+    (1, 32): "u32",
     (0, 8): "i8",
     (10, 8): "e4m3",
 }

@@ -316,23 +316,35 @@ KSEAL_API kseal_status kseal_gdn_prefill_run(kseal_gdn_prefill *handle, const ks
  * Threads: Once per handle, when no other call uses it. Not under graph capture. */
 KSEAL_API kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle);
 
-/* xqa_decode: Decode attention over a paged KV cache (MQA, GQA, MHA), one query token a sequence, one kernel
- * launch.
+/* xqa_decode: Decode attention over a paged KV cache (MQA, GQA, MHA), one query token a sequence or a few
+ * drafts, one kernel launch.
  * For sequence b and query head h, with the K and V rows of head h // group_size at positions 0 .. seq_lens[b]
- * - 1: o = softmax(q_scale * kv_scale / sqrt(head_dim) * q K^T) V * kv_scale. kv_scale counts for 8-bit caches
- * only. A softmax scale other than 1 / sqrt(head_dim) goes into q_scale.
+ * - 1: o = softmax(q_scale * kv_scale / sqrt(head_dim) * q K^T) V * kv_scale. kv_scale counts for caches of 8
+ * and 4 bits only. A softmax scale other than 1 / sqrt(head_dim) goes into q_scale.
  * Position t of sequence b is row t % page_size of page page_table[b, t // page_size]. Entries at or past a
- * row's length may hold anything: they are not read.
+ * row's length may hold anything: they are not read, and neither are rows of the last page past it.
  * Sliding window: only the last `window` positions count, the newest among them. Pages before the window are
  * not read, except those that share a tile of 256 positions with its start: there an entry must be a page of
  * the pool or negative.
  * Attention sinks: sinks[h] joins the softmax of query head h as one more logit without a value. It is not
  * scaled.
+ * Speculative decode (config.spec_decode): a sequence has q_len query tokens, the drafts, and seq_lens[b]
+ * counts them: their K and V are the last q_len positions. Draft i sees every position before the drafts, and
+ * draft j where bit j % 32 of word j // 32 of its mask row is set. With a window, draft i sees the last
+ * `window` positions up to its own. With q_cu_lens the sequences have drafts of their own number, 0 to q_len;
+ * q, o and mask are then packed without gaps.
  * A sequence of length 0 gives zeros. So does one longer than its row of the page table can hold, a negative
- * length included; no page of it is read.
- * The KV length of each sequence is split over kv_splits thread blocks, whose results meet in workspace. The
- * library's choice follows from batch_size, num_kv_heads, max_seq_len and the device; with the same kv_splits
- * the same request gives the same bits, whatever else is in the batch.
+ * length included, and one shorter than its own drafts; no page of it is read.
+ * config.fp8_math: q and the softmax weights are rounded to e4m3 and both products run on FP8 tensor cores
+ * (SM90 only): faster, with errors of a few percent of the largest value instead of a few tenths. Without it an
+ * 8-bit cache is widened to the type of q.
+ * NVFP4 cache: an element counts with the scale of its 16 neighbours along the head, k_scales and v_scales,
+ * times kv_scale.
+ * The KV length of a sequence is shared by at most kv_splits thread blocks, never more than it has tiles (256
+ * positions; 64 with fp8_math), whose results meet in workspace. The library's own choice, 0, follows from
+ * num_kv_heads and the device alone: the same request gives the same bits whatever else is in the batch,
+ * whatever max_seq_len says and however wide the page table is. -1 fills the device instead, as FlashInfer
+ * does: faster for some sizes, with bits that depend on batch_size and max_seq_len.
  * semaphores must be zero before the first launch. Each launch leaves them zero. */
 /* What is fixed when xqa_decode is prepared. Read during the call only. */
 typedef struct kseal_xqa_decode_config {
@@ -342,7 +354,7 @@ typedef struct kseal_xqa_decode_config {
     int32_t device;
     /* Element type of q. kseal_dtype: bf16, f16. */
     uint32_t dtype;
-    /* Element type of the K and V cache. kseal_dtype: bf16, f16, e4m3, i8. */
+    /* Element type of the K and V cache. kseal_dtype: bf16, f16, e4m3, i8, nvfp4. */
     uint32_t kv_dtype;
     /* Element type of o. kseal_dtype: bf16, f16, e4m3. */
     uint32_t out_dtype;
@@ -354,6 +366,10 @@ typedef struct kseal_xqa_decode_config {
     uint32_t page_size;
     /* 1 when runs give a window, 0 when every position counts. */
     uint32_t sliding_window;
+    /* 1 when a sequence can have more than one query token, 0 when it has exactly one. */
+    uint32_t spec_decode;
+    /* 1 to multiply in e4m3 (SM90, e4m3 cache), 0 to multiply in the type of q. */
+    uint32_t fp8_math;
     /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
      * only. */
     void *stream;
@@ -367,7 +383,10 @@ typedef struct kseal_xqa_decode_args {
     int32_t num_q_heads;
     /* Hkv. */
     int32_t num_kv_heads;
-    /* Thread blocks that share one sequence's KV, up to 1024. 0 is the library's choice. */
+    /* Query tokens of a sequence; of the longest where q_cu_lens is given. 0 or 1 when config.spec_decode is 0. */
+    int32_t q_len;
+    /* Most thread blocks that share one sequence's KV, up to 1024. 0 is the library's choice, the same for
+     * every batch; -1 as many as fill the device. */
     int32_t kv_splits;
     /* Positions that count, at least 1. 0 when config.sliding_window is 0. */
     int32_t window;
@@ -376,48 +395,70 @@ typedef struct kseal_xqa_decode_args {
     uint32_t pdl;
     /* Multiplies the logits, on top of 1/sqrt(D). Finite and not 0. Ignored when q_scale_ptr is given. */
     float q_scale;
-    /* What the elements of an 8-bit cache are multiplied with. Finite and not 0; 0 or 1 for a 16-bit cache.
-     * Ignored when kv_scale_ptr is given. */
+    /* What the elements of a cache of 8 or 4 bits are multiplied with. Finite and not 0; 0 or 1 for a 16-bit
+     * cache. Ignored when kv_scale_ptr is given. */
     float kv_scale;
     /* Multiplies o before it is rounded to 8 bits. Finite and not 0; 0 or 1 for a 16-bit o. */
     float rcp_out_scale;
     /* B, the sequences. 0 is a no-op that succeeds. */
     int64_t batch_size;
+    /* R, the rows of q, o and mask. 0 stands for B * q_len, which it must be unless q_cu_lens is given. */
+    int64_t q_rows;
     /* Pages of the pool that k and v point to. */
     int64_t num_pages;
     /* Columns of page_table. */
     int64_t max_pages_per_seq;
-    /* Longest of seq_lens where the host knows it; 0 stands for max_pages_per_seq * page_size. Only the choice
-     * of kv_splits depends on it. */
+    /* Longest of seq_lens where the host knows it; 0 stands for max_pages_per_seq * page_size. A smaller launch
+     * may follow; the bits do not change unless kv_splits is -1. */
     int64_t max_seq_len;
-    /* Distance between pages of k, and of v; 0 means page_size*Hkv*D. A multiple of D. In elements. */
+    /* Distance between pages of k, and of v; 0 means page_size*Hkv*D. A multiple of D. nvfp4 counts bytes here
+     * and below: D/2 instead of D. In elements. */
     int64_t kv_page_stride;
     /* Distance between tokens of a page; 0 means Hkv*D (NHD). A multiple of D. For HND pass D. In elements. */
     int64_t kv_token_stride;
     /* Distance between KV heads; 0 means D (NHD). A multiple of D. For HND pass page_size*D. In elements. */
     int64_t kv_head_stride;
-    /* [B, Hq, D] of dtype, dense, 16-byte aligned. */
+    /* As kv_page_stride, for k_scales and v_scales, with D/16 for D. 0 when config.kv_dtype is not nvfp4. In
+     * elements. */
+    int64_t scale_page_stride;
+    /* As kv_token_stride, for k_scales and v_scales, with D/16 for D. 0 when config.kv_dtype is not nvfp4. In
+     * elements. */
+    int64_t scale_token_stride;
+    /* As kv_head_stride, for k_scales and v_scales, with D/16 for D. 0 when config.kv_dtype is not nvfp4. In
+     * elements. */
+    int64_t scale_head_stride;
+    /* [R, Hq, D] of dtype, dense, 16-byte aligned. R is B when config.spec_decode is 0. */
     const void *q;
-    /* [num_pages, page_size, Hkv, D] of kv_dtype with the kv strides, 16-byte aligned. */
+    /* [num_pages, page_size, Hkv, D] of kv_dtype with the kv strides, 16-byte aligned; nvfp4: [.., D/2] bytes. */
     const void *k;
     /* As k, with the same strides. */
     const void *v;
-    /* [B, Hq, D] of out_dtype, dense, 16-byte aligned. Written. */
+    /* [num_pages, page_size, Hkv, D/16] e4m3 with the scale strides, 4-byte aligned, for nvfp4; else null. */
+    const void *k_scales;
+    /* As k_scales, with the same strides. */
+    const void *v_scales;
+    /* [R, Hq, D] of out_dtype, dense, 16-byte aligned. Written. */
     void *o;
     /* [B, max_pages_per_seq] int32, dense, aligned to its element. Read on the device: not checked. */
     const void *page_table;
     /* [B] int32 or uint32, aligned to its element. Read on the device: not checked. */
     const void *seq_lens;
+    /* [B + 1] int32 or uint32: where the rows of each sequence begin, the last entry R; or null for q_len rows
+     * each. Only with config.spec_decode. Read on the device: not checked. */
+    const void *q_cu_lens;
+    /* [R, ceil(q_len / 32)] uint32, dense, aligned to its element: which drafts each draft sees. Null when
+     * config.spec_decode is 0. */
+    const void *mask;
     /* [Hq] float32, aligned to its element, or null for none. */
     const void *sinks;
     /* One float32 on the device instead of q_scale, or null. */
     const void *q_scale_ptr;
-    /* One float32 on the device instead of kv_scale, or null. 8-bit caches only. */
+    /* One float32 on the device instead of kv_scale, or null. Caches of 8 and 4 bits only. */
     const void *kv_scale_ptr;
-    /* [B * Hkv] uint32, aligned to its element, zero before the first launch, one per launch in flight. May be
-     * null when kv_splits comes out as 1. */
+    /* uint32 of the size kseal_xqa_decode_semaphores_size gives, aligned to its element, zero before the first
+     * launch, one per launch in flight. May be null when that size is 0. */
     void *semaphores;
-    /* Size of semaphores: at least 4 * B * Hkv when kv_splits comes out above 1. In bytes. */
+    /* Size of semaphores. In bytes. */
     uint64_t semaphores_bytes;
     /* Scratch of the size kseal_xqa_decode_workspace_size gives, 128-byte aligned, one per launch in flight.
      * Contents need not be kept. May be null when that size is 0. */
@@ -441,6 +482,12 @@ KSEAL_API kseal_status kseal_xqa_decode_prepare(kseal_bundle *bundle,
 /* Bytes of workspace that a run with these args needs. Looks at no pointer in args.
  * Threads: Any thread. */
 KSEAL_API kseal_status kseal_xqa_decode_workspace_size(kseal_xqa_decode *handle,
+    const kseal_xqa_decode_args *args,
+    uint64_t *bytes);
+
+/* Bytes of semaphores that a run with these args needs. Looks at no pointer in args.
+ * Threads: Any thread. */
+KSEAL_API kseal_status kseal_xqa_decode_semaphores_size(kseal_xqa_decode *handle,
     const kseal_xqa_decode_args *args,
     uint64_t *bytes);
 

@@ -348,7 +348,7 @@ pub struct kseal_xqa_decode_config {
     pub device: i32,
     /// Element type of q. kseal_dtype: bf16, f16.
     pub dtype: u32,
-    /// Element type of the K and V cache. kseal_dtype: bf16, f16, e4m3, i8.
+    /// Element type of the K and V cache. kseal_dtype: bf16, f16, e4m3, i8, nvfp4.
     pub kv_dtype: u32,
     /// Element type of o. kseal_dtype: bf16, f16, e4m3.
     pub out_dtype: u32,
@@ -360,6 +360,10 @@ pub struct kseal_xqa_decode_config {
     pub page_size: u32,
     /// 1 when runs give a window, 0 when every position counts.
     pub sliding_window: u32,
+    /// 1 when a sequence can have more than one query token, 0 when it has exactly one.
+    pub spec_decode: u32,
+    /// 1 to multiply in e4m3 (SM90, e4m3 cache), 0 to multiply in the type of q.
+    pub fp8_math: u32,
     /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
     pub stream: *mut c_void,
 }
@@ -390,7 +394,9 @@ pub struct kseal_xqa_decode_args {
     pub num_q_heads: i32,
     /// Hkv.
     pub num_kv_heads: i32,
-    /// Thread blocks that share one sequence's KV, up to 1024. 0 is the library's choice.
+    /// Query tokens of a sequence; of the longest where q_cu_lens is given. 0 or 1 when config.spec_decode is 0.
+    pub q_len: i32,
+    /// Most thread blocks that share one sequence's KV, up to 1024. 0 is the library's choice, the same for every batch; -1 as many as fill the device.
     pub kv_splits: i32,
     /// Positions that count, at least 1. 0 when config.sliding_window is 0.
     pub window: i32,
@@ -398,45 +404,61 @@ pub struct kseal_xqa_decode_args {
     pub pdl: u32,
     /// Multiplies the logits, on top of 1/sqrt(D). Finite and not 0. Ignored when q_scale_ptr is given.
     pub q_scale: f32,
-    /// What the elements of an 8-bit cache are multiplied with. Finite and not 0; 0 or 1 for a 16-bit cache. Ignored when kv_scale_ptr is given.
+    /// What the elements of a cache of 8 or 4 bits are multiplied with. Finite and not 0; 0 or 1 for a 16-bit cache. Ignored when kv_scale_ptr is given.
     pub kv_scale: f32,
     /// Multiplies o before it is rounded to 8 bits. Finite and not 0; 0 or 1 for a 16-bit o.
     pub rcp_out_scale: f32,
     /// B, the sequences. 0 is a no-op that succeeds.
     pub batch_size: i64,
+    /// R, the rows of q, o and mask. 0 stands for B * q_len, which it must be unless q_cu_lens is given.
+    pub q_rows: i64,
     /// Pages of the pool that k and v point to.
     pub num_pages: i64,
     /// Columns of page_table.
     pub max_pages_per_seq: i64,
-    /// Longest of seq_lens where the host knows it; 0 stands for max_pages_per_seq * page_size. Only the choice of kv_splits depends on it.
+    /// Longest of seq_lens where the host knows it; 0 stands for max_pages_per_seq * page_size. A smaller launch may follow; the bits do not change unless kv_splits is -1.
     pub max_seq_len: i64,
-    /// Distance between pages of k, and of v; 0 means page_size*Hkv*D. A multiple of D. In elements.
+    /// Distance between pages of k, and of v; 0 means page_size*Hkv*D. A multiple of D. nvfp4 counts bytes here and below: D/2 instead of D. In elements.
     pub kv_page_stride: i64,
     /// Distance between tokens of a page; 0 means Hkv*D (NHD). A multiple of D. For HND pass D. In elements.
     pub kv_token_stride: i64,
     /// Distance between KV heads; 0 means D (NHD). A multiple of D. For HND pass page_size*D. In elements.
     pub kv_head_stride: i64,
-    /// \[B, Hq, D\] of dtype, dense, 16-byte aligned.
+    /// As kv_page_stride, for k_scales and v_scales, with D/16 for D. 0 when config.kv_dtype is not nvfp4. In elements.
+    pub scale_page_stride: i64,
+    /// As kv_token_stride, for k_scales and v_scales, with D/16 for D. 0 when config.kv_dtype is not nvfp4. In elements.
+    pub scale_token_stride: i64,
+    /// As kv_head_stride, for k_scales and v_scales, with D/16 for D. 0 when config.kv_dtype is not nvfp4. In elements.
+    pub scale_head_stride: i64,
+    /// \[R, Hq, D\] of dtype, dense, 16-byte aligned. R is B when config.spec_decode is 0.
     pub q: *const c_void,
-    /// \[num_pages, page_size, Hkv, D\] of kv_dtype with the kv strides, 16-byte aligned.
+    /// \[num_pages, page_size, Hkv, D\] of kv_dtype with the kv strides, 16-byte aligned; nvfp4: \[.., D/2\] bytes.
     pub k: *const c_void,
     /// As k, with the same strides.
     pub v: *const c_void,
-    /// \[B, Hq, D\] of out_dtype, dense, 16-byte aligned. Written.
+    /// \[num_pages, page_size, Hkv, D/16\] e4m3 with the scale strides, 4-byte aligned, for nvfp4; else null.
+    pub k_scales: *const c_void,
+    /// As k_scales, with the same strides.
+    pub v_scales: *const c_void,
+    /// \[R, Hq, D\] of out_dtype, dense, 16-byte aligned. Written.
     pub o: *mut c_void,
     /// \[B, max_pages_per_seq\] int32, dense, aligned to its element. Read on the device: not checked.
     pub page_table: *const c_void,
     /// \[B\] int32 or uint32, aligned to its element. Read on the device: not checked.
     pub seq_lens: *const c_void,
+    /// \[B + 1\] int32 or uint32: where the rows of each sequence begin, the last entry R; or null for q_len rows each. Only with config.spec_decode. Read on the device: not checked.
+    pub q_cu_lens: *const c_void,
+    /// \[R, ceil(q_len / 32)\] uint32, dense, aligned to its element: which drafts each draft sees. Null when config.spec_decode is 0.
+    pub mask: *const c_void,
     /// \[Hq\] float32, aligned to its element, or null for none.
     pub sinks: *const c_void,
     /// One float32 on the device instead of q_scale, or null.
     pub q_scale_ptr: *const c_void,
-    /// One float32 on the device instead of kv_scale, or null. 8-bit caches only.
+    /// One float32 on the device instead of kv_scale, or null. Caches of 8 and 4 bits only.
     pub kv_scale_ptr: *const c_void,
-    /// \[B * Hkv\] uint32, aligned to its element, zero before the first launch, one per launch in flight. May be null when kv_splits comes out as 1.
+    /// uint32 of the size kseal_xqa_decode_semaphores_size gives, aligned to its element, zero before the first launch, one per launch in flight. May be null when that size is 0.
     pub semaphores: *mut c_void,
-    /// Size of semaphores: at least 4 * B * Hkv when kv_splits comes out above 1. In bytes.
+    /// Size of semaphores. In bytes.
     pub semaphores_bytes: u64,
     /// Scratch of the size kseal_xqa_decode_workspace_size gives, 128-byte aligned, one per launch in flight. Contents need not be kept. May be null when that size is 0.
     pub workspace: *mut c_void,
@@ -478,6 +500,7 @@ pub struct Api {
     pub kseal_gdn_prefill_release: unsafe extern "C" fn(*mut kseal_gdn_prefill) -> kseal_status,
     pub kseal_xqa_decode_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_xqa_decode_config, *mut *mut kseal_xqa_decode) -> kseal_status,
     pub kseal_xqa_decode_workspace_size: unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args, *mut u64) -> kseal_status,
+    pub kseal_xqa_decode_semaphores_size: unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args, *mut u64) -> kseal_status,
     pub kseal_xqa_decode_run: unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args) -> kseal_status,
     pub kseal_xqa_decode_release: unsafe extern "C" fn(*mut kseal_xqa_decode) -> kseal_status,
 }
@@ -509,6 +532,7 @@ impl Api {
             kseal_gdn_prefill_release: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_prefill) -> kseal_status>(find(c"kseal_gdn_prefill_release")?),
             kseal_xqa_decode_prepare: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_xqa_decode_config, *mut *mut kseal_xqa_decode) -> kseal_status>(find(c"kseal_xqa_decode_prepare")?),
             kseal_xqa_decode_workspace_size: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args, *mut u64) -> kseal_status>(find(c"kseal_xqa_decode_workspace_size")?),
+            kseal_xqa_decode_semaphores_size: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args, *mut u64) -> kseal_status>(find(c"kseal_xqa_decode_semaphores_size")?),
             kseal_xqa_decode_run: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args) -> kseal_status>(find(c"kseal_xqa_decode_run")?),
             kseal_xqa_decode_release: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_decode) -> kseal_status>(find(c"kseal_xqa_decode_release")?),
         })
@@ -527,13 +551,14 @@ impl crate::Op for GdnPrefill {
         crate::OpFunctions {
             prepare: api.kseal_gdn_prefill_prepare,
             workspace_size: api.kseal_gdn_prefill_workspace_size,
+            semaphores_size: None,
             run: api.kseal_gdn_prefill_run,
             release: api.kseal_gdn_prefill_release,
         }
     }
 }
 
-/// Decode attention over a paged KV cache (MQA, GQA, MHA), one query token a sequence, one kernel launch.
+/// Decode attention over a paged KV cache (MQA, GQA, MHA), one query token a sequence or a few drafts, one kernel launch.
 pub enum XqaDecode {}
 
 impl crate::Op for XqaDecode {
@@ -545,6 +570,7 @@ impl crate::Op for XqaDecode {
         crate::OpFunctions {
             prepare: api.kseal_xqa_decode_prepare,
             workspace_size: api.kseal_xqa_decode_workspace_size,
+            semaphores_size: Some(api.kseal_xqa_decode_semaphores_size),
             run: api.kseal_xqa_decode_run,
             release: api.kseal_xqa_decode_release,
         }

@@ -133,12 +133,15 @@ typedef struct kseal_xqa_decode_config {
     uint32_t group_size;
     uint32_t page_size;
     uint32_t sliding_window;
+    uint32_t spec_decode;
+    uint32_t fp8_math;
     void *stream;
 } kseal_xqa_decode_config;
 typedef struct kseal_xqa_decode_args {
     uint32_t struct_size;
     int32_t num_q_heads;
     int32_t num_kv_heads;
+    int32_t q_len;
     int32_t kv_splits;
     int32_t window;
     uint32_t pdl;
@@ -146,18 +149,26 @@ typedef struct kseal_xqa_decode_args {
     float kv_scale;
     float rcp_out_scale;
     int64_t batch_size;
+    int64_t q_rows;
     int64_t num_pages;
     int64_t max_pages_per_seq;
     int64_t max_seq_len;
     int64_t kv_page_stride;
     int64_t kv_token_stride;
     int64_t kv_head_stride;
+    int64_t scale_page_stride;
+    int64_t scale_token_stride;
+    int64_t scale_head_stride;
     const void *q;
     const void *k;
     const void *v;
+    const void *k_scales;
+    const void *v_scales;
     void *o;
     const void *page_table;
     const void *seq_lens;
+    const void *q_cu_lens;
+    const void *mask;
     const void *sinks;
     const void *q_scale_ptr;
     const void *kv_scale_ptr;
@@ -186,6 +197,9 @@ kseal_status kseal_xqa_decode_prepare(kseal_bundle *bundle,
     const kseal_xqa_decode_config *config,
     kseal_xqa_decode **handle);
 kseal_status kseal_xqa_decode_workspace_size(kseal_xqa_decode *handle,
+    const kseal_xqa_decode_args *args,
+    uint64_t *bytes);
+kseal_status kseal_xqa_decode_semaphores_size(kseal_xqa_decode *handle,
     const kseal_xqa_decode_args *args,
     uint64_t *bytes);
 kseal_status kseal_xqa_decode_run(kseal_xqa_decode *handle, const kseal_xqa_decode_args *args);

@@ -186,8 +186,8 @@ KSEAL_API kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle) { re
 static const uint32_t kseal_xqa_decode_values_dtype[] = {1, 2};
 static const char *const kseal_xqa_decode_names_dtype[] = {"bf16", "f16"};
 
-static const uint32_t kseal_xqa_decode_values_kv_dtype[] = {1, 2, 6, 7};
-static const char *const kseal_xqa_decode_names_kv_dtype[] = {"bf16", "f16", "e4m3", "i8"};
+static const uint32_t kseal_xqa_decode_values_kv_dtype[] = {1, 2, 6, 7, 8};
+static const char *const kseal_xqa_decode_names_kv_dtype[] = {"bf16", "f16", "e4m3", "i8", "nvfp4"};
 
 static const uint32_t kseal_xqa_decode_values_out_dtype[] = {1, 2, 6};
 static const char *const kseal_xqa_decode_names_out_dtype[] = {"bf16", "f16", "e4m3"};
@@ -204,14 +204,22 @@ static const char *const kseal_xqa_decode_names_page_size[] = {"16", "32", "64",
 static const uint32_t kseal_xqa_decode_values_sliding_window[] = {0, 1};
 static const char *const kseal_xqa_decode_names_sliding_window[] = {"0", "1"};
 
+static const uint32_t kseal_xqa_decode_values_spec_decode[] = {0, 1};
+static const char *const kseal_xqa_decode_names_spec_decode[] = {"0", "1"};
+
+static const uint32_t kseal_xqa_decode_values_fp8_math[] = {0, 1};
+static const char *const kseal_xqa_decode_names_fp8_math[] = {"0", "1"};
+
 static const struct kseal_axis kseal_xqa_decode_axes[] = {
     {"dtype", kseal_xqa_decode_values_dtype, kseal_xqa_decode_names_dtype, 2},
-    {"kv_dtype", kseal_xqa_decode_values_kv_dtype, kseal_xqa_decode_names_kv_dtype, 4},
+    {"kv_dtype", kseal_xqa_decode_values_kv_dtype, kseal_xqa_decode_names_kv_dtype, 5},
     {"out_dtype", kseal_xqa_decode_values_out_dtype, kseal_xqa_decode_names_out_dtype, 3},
     {"head_dim", kseal_xqa_decode_values_head_dim, kseal_xqa_decode_names_head_dim, 32},
     {"group_size", kseal_xqa_decode_values_group_size, kseal_xqa_decode_names_group_size, 16},
     {"page_size", kseal_xqa_decode_values_page_size, kseal_xqa_decode_names_page_size, 4},
     {"sliding_window", kseal_xqa_decode_values_sliding_window, kseal_xqa_decode_names_sliding_window, 2},
+    {"spec_decode", kseal_xqa_decode_values_spec_decode, kseal_xqa_decode_names_spec_decode, 2},
+    {"fp8_math", kseal_xqa_decode_values_fp8_math, kseal_xqa_decode_names_fp8_math, 2},
 };
 
 static const struct kseal_axis_value kseal_xqa_decode_exclude_0[] = {{0, 1}, {1, 2}};
@@ -228,6 +236,138 @@ static const struct kseal_axis_value kseal_xqa_decode_exclude_5[] = {{2, 6}, {1,
 
 static const struct kseal_axis_value kseal_xqa_decode_exclude_6[] = {{2, 6}, {1, 7}};
 
+static const struct kseal_axis_value kseal_xqa_decode_exclude_7[] = {{2, 6}, {1, 8}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_8[] = {{1, 8}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_9[] = {{1, 8}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_10[] = {{8, 1}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_11[] = {{8, 1}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_12[] = {{8, 1}, {1, 1}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_13[] = {{8, 1}, {1, 2}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_14[] = {{8, 1}, {1, 7}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_15[] = {{8, 1}, {1, 8}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_16[] = {{8, 1}, {7, 1}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_17[] = {{7, 1}, {3, 272}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_18[] = {{7, 1}, {3, 288}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_19[] = {{7, 1}, {3, 304}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_20[] = {{7, 1}, {3, 320}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_21[] = {{7, 1}, {3, 336}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_22[] = {{7, 1}, {3, 352}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_23[] = {{7, 1}, {3, 368}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_24[] = {{7, 1}, {3, 384}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_25[] = {{7, 1}, {3, 400}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_26[] = {{7, 1}, {3, 416}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_27[] = {{7, 1}, {3, 432}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_28[] = {{7, 1}, {3, 448}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_29[] = {{7, 1}, {3, 464}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_30[] = {{7, 1}, {3, 480}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_31[] = {{7, 1}, {3, 496}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_32[] = {{7, 1}, {3, 512}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_33[] = {{8, 1}, {3, 272}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_34[] = {{8, 1}, {3, 288}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_35[] = {{8, 1}, {3, 304}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_36[] = {{8, 1}, {3, 320}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_37[] = {{8, 1}, {3, 336}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_38[] = {{8, 1}, {3, 352}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_39[] = {{8, 1}, {3, 368}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_40[] = {{8, 1}, {3, 384}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_41[] = {{8, 1}, {3, 400}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_42[] = {{8, 1}, {3, 416}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_43[] = {{8, 1}, {3, 432}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_44[] = {{8, 1}, {3, 448}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_45[] = {{8, 1}, {3, 464}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_46[] = {{8, 1}, {3, 480}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_47[] = {{8, 1}, {3, 496}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_48[] = {{8, 1}, {3, 512}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_49[] = {{1, 8}, {3, 16}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_50[] = {{1, 8}, {3, 32}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_51[] = {{1, 8}, {3, 48}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_52[] = {{1, 8}, {3, 80}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_53[] = {{1, 8}, {3, 96}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_54[] = {{1, 8}, {3, 112}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_55[] = {{1, 8}, {3, 144}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_56[] = {{1, 8}, {3, 160}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_57[] = {{1, 8}, {3, 176}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_58[] = {{1, 8}, {3, 208}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_59[] = {{1, 8}, {3, 224}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_60[] = {{1, 8}, {3, 240}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_61[] = {{1, 8}, {3, 272}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_62[] = {{1, 8}, {3, 288}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_63[] = {{1, 8}, {3, 304}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_64[] = {{1, 8}, {3, 336}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_65[] = {{1, 8}, {3, 352}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_66[] = {{1, 8}, {3, 368}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_67[] = {{1, 8}, {3, 400}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_68[] = {{1, 8}, {3, 416}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_69[] = {{1, 8}, {3, 432}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_70[] = {{1, 8}, {3, 464}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_71[] = {{1, 8}, {3, 480}};
+
+static const struct kseal_axis_value kseal_xqa_decode_exclude_72[] = {{1, 8}, {3, 496}};
+
 static const struct kseal_exclude kseal_xqa_decode_excludes[] = {
     {NULL, kseal_xqa_decode_exclude_0, 2,
      "a 16-bit cache has the element type of q"},
@@ -243,19 +383,153 @@ static const struct kseal_exclude kseal_xqa_decode_excludes[] = {
      "an e4m3 o needs an e4m3 cache"},
     {NULL, kseal_xqa_decode_exclude_6, 2,
      "an e4m3 o needs an e4m3 cache"},
+    {NULL, kseal_xqa_decode_exclude_7, 2,
+     "an e4m3 o needs an e4m3 cache"},
+    {"mha", kseal_xqa_decode_exclude_8, 1,
+     "an nvfp4 cache needs SM120 or SM121"},
+    {"mha_sm10x", kseal_xqa_decode_exclude_9, 1,
+     "an nvfp4 cache needs SM120 or SM121"},
+    {"mha_sm10x", kseal_xqa_decode_exclude_10, 1,
+     "fp8_math needs SM90"},
+    {"mha_sm12x", kseal_xqa_decode_exclude_11, 1,
+     "fp8_math needs SM90"},
+    {NULL, kseal_xqa_decode_exclude_12, 2,
+     "fp8_math needs an e4m3 cache"},
+    {NULL, kseal_xqa_decode_exclude_13, 2,
+     "fp8_math needs an e4m3 cache"},
+    {NULL, kseal_xqa_decode_exclude_14, 2,
+     "fp8_math needs an e4m3 cache"},
+    {NULL, kseal_xqa_decode_exclude_15, 2,
+     "fp8_math needs an e4m3 cache"},
+    {NULL, kseal_xqa_decode_exclude_16, 2,
+     "fp8_math has one query token a sequence; drafts need spec_decode without it"},
+    {NULL, kseal_xqa_decode_exclude_17, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_18, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_19, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_20, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_21, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_22, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_23, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_24, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_25, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_26, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_27, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_28, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_29, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_30, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_31, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_32, 2,
+     "drafts need a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_33, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_34, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_35, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_36, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_37, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_38, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_39, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_40, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_41, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_42, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_43, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_44, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_45, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_46, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_47, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_48, 2,
+     "fp8_math needs a head_dim of at most 256"},
+    {NULL, kseal_xqa_decode_exclude_49, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_50, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_51, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_52, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_53, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_54, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_55, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_56, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_57, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_58, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_59, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_60, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_61, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_62, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_63, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_64, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_65, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_66, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_67, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_68, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_69, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_70, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_71, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
+    {NULL, kseal_xqa_decode_exclude_72, 2,
+     "an nvfp4 cache needs a head_dim that is a multiple of 64"},
 };
 
-const struct kseal_xqa_decode_class kseal_xqa_decode_classes[2] = {
-    {"mha", 0},
-    {"mha_sm12x", 0},
+const struct kseal_xqa_decode_class kseal_xqa_decode_classes[4] = {
+    {"mha", 1, 256},
+    {"gmma", 0, 64},
+    {"mha_sm10x", 1, 256},
+    {"mha_sm12x", 1, 256},
 };
 
 static const struct kseal_op kseal_xqa_decode_op = {
     .name = "xqa_decode",
     .axes = kseal_xqa_decode_axes,
-    .axis_count = 7,
+    .axis_count = 9,
     .excludes = kseal_xqa_decode_excludes,
-    .exclude_count = 7,
+    .exclude_count = 73,
 };
 
 KSEAL_API kseal_status kseal_xqa_decode_prepare(kseal_bundle *bundle, const kseal_xqa_decode_config *config,
@@ -268,7 +542,7 @@ KSEAL_API kseal_status kseal_xqa_decode_prepare(kseal_bundle *bundle, const ksea
     kseal_status status = kseal_read_struct(&c, sizeof c, sizeof(kseal_xqa_decode_config), config, "kseal_xqa_decode_config");
     if (status != KSEAL_OK)
         return status;
-    const uint32_t axes[] = {c.dtype, c.kv_dtype, c.out_dtype, c.head_dim, c.group_size, c.page_size, c.sliding_window};
+    const uint32_t axes[] = {c.dtype, c.kv_dtype, c.out_dtype, c.head_dim, c.group_size, c.page_size, c.sliding_window, c.spec_decode, c.fp8_math};
     status = kseal_op_prepare(bundle, &kseal_xqa_decode_op, c.device, c.stream, axes, &prepared);
     *handle = (kseal_xqa_decode *)prepared;
     return status;
@@ -283,6 +557,17 @@ KSEAL_API kseal_status kseal_xqa_decode_workspace_size(kseal_xqa_decode *handle,
     if (status != KSEAL_OK)
         return status;
     return kseal_xqa_decode_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_xqa_decode_semaphores_size(kseal_xqa_decode *handle, const kseal_xqa_decode_args *args,
+    uint64_t *bytes) {
+    kseal_xqa_decode_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_decode: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_xqa_decode_args), args, "kseal_xqa_decode_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_xqa_decode_launch_semaphores((const struct kseal_handle *)handle, &a, bytes);
 }
 
 KSEAL_API kseal_status kseal_xqa_decode_run(kseal_xqa_decode *handle, const kseal_xqa_decode_args *args) {

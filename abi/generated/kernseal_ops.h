@@ -64,21 +64,27 @@ enum {
     KSEAL_XQA_DECODE_AXIS_GROUP_SIZE = 4,
     KSEAL_XQA_DECODE_AXIS_PAGE_SIZE = 5,
     KSEAL_XQA_DECODE_AXIS_SLIDING_WINDOW = 6,
-    KSEAL_XQA_DECODE_AXES = 7
+    KSEAL_XQA_DECODE_AXIS_SPEC_DECODE = 7,
+    KSEAL_XQA_DECODE_AXIS_FP8_MATH = 8,
+    KSEAL_XQA_DECODE_AXES = 9
 };
 enum {
-    KSEAL_XQA_DECODE_BUILDER_MHA = 0
+    KSEAL_XQA_DECODE_BUILDER_GMMA = 0,
+    KSEAL_XQA_DECODE_BUILDER_MHA = 1
 };
 enum {
     KSEAL_XQA_DECODE_LIMIT_MAX_KV_SPLITS = 1024,
-    KSEAL_XQA_DECODE_LIMIT_TILE_TOKENS = 256,
     KSEAL_XQA_DECODE_LIMIT_MAX_GRID = 65535,
     KSEAL_XQA_DECODE_LIMIT_ALIGN_Q = 16,
     KSEAL_XQA_DECODE_LIMIT_ALIGN_K = 16,
     KSEAL_XQA_DECODE_LIMIT_ALIGN_V = 16,
+    KSEAL_XQA_DECODE_LIMIT_ALIGN_K_SCALES = 4,
+    KSEAL_XQA_DECODE_LIMIT_ALIGN_V_SCALES = 4,
     KSEAL_XQA_DECODE_LIMIT_ALIGN_O = 16,
     KSEAL_XQA_DECODE_LIMIT_ALIGN_PAGE_TABLE = 4,
     KSEAL_XQA_DECODE_LIMIT_ALIGN_SEQ_LENS = 4,
+    KSEAL_XQA_DECODE_LIMIT_ALIGN_Q_CU_LENS = 4,
+    KSEAL_XQA_DECODE_LIMIT_ALIGN_MASK = 4,
     KSEAL_XQA_DECODE_LIMIT_ALIGN_SINKS = 4,
     KSEAL_XQA_DECODE_LIMIT_ALIGN_Q_SCALE_PTR = 4,
     KSEAL_XQA_DECODE_LIMIT_ALIGN_KV_SCALE_PTR = 4,
@@ -89,13 +95,18 @@ enum {
 struct kseal_xqa_decode_class {
     const char *name;
     uint32_t builder;
+    uint32_t tile_tokens;
 };
 
 /* Indexed by kseal_variant.class_index. */
-extern const struct kseal_xqa_decode_class kseal_xqa_decode_classes[2];
+extern const struct kseal_xqa_decode_class kseal_xqa_decode_classes[4];
 
 /* Bytes of workspace for valid args. Written by the op. */
 kseal_status kseal_xqa_decode_launch_workspace(const struct kseal_handle *handle, const kseal_xqa_decode_args *args,
+                                                  uint64_t *bytes);
+
+/* Bytes of semaphores for valid args. Written by the op. */
+kseal_status kseal_xqa_decode_launch_semaphores(const struct kseal_handle *handle, const kseal_xqa_decode_args *args,
                                                   uint64_t *bytes);
 
 /* Validates and launches. Written by the op. */

@@ -1,4 +1,4 @@
-"""How XQA decode is compiled: the macros of upstream's ``mha.cu``.
+"""How XQA decode is compiled: the macros of upstream's ``mha.cu`` and ``mha_sm90.cu``.
 
 Upstream's JIT (``flashinfer.jit.xqa``) sets the same macros and otherwise nvcc's defaults: no fast math.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from kernseal.export.job import NvrtcProgram
 
-CACHE_ELEMENT = {"i8": 1, "e4m3": 2}
+CACHE_ELEMENT = {"i8": 1, "e4m3": 2, "nvfp4": 3}
 """``CACHE_ELEM_ENUM``; 0 is the element type of q."""
 
 FIXED = {
@@ -19,13 +19,24 @@ FIXED = {
     "BEAM_WIDTH": 1,
     "USE_INPUT_KV": 0,
     "USE_CUSTOM_BARRIER": 1,
-    "SPEC_DEC": 0,
 }
 
 
 def mha(axes: Mapping[str, Any], cls: Mapping[str, Any]) -> NvrtcProgram:
-    """``kernel_mha``, for one query token a sequence."""
-    macros = {
+    """``kernel_mha`` of ``mha.cu``."""
+    macros = _macros(axes)
+    if cls["compile"]["tiles"] == "small":
+        macros["KSEAL_SMALL_TILES"] = 1
+    return _program(macros, cls)
+
+
+def gmma(axes: Mapping[str, Any], cls: Mapping[str, Any]) -> NvrtcProgram:
+    """``kernel_mha`` of ``mha_sm90.cu``."""
+    return _program(_macros(axes), cls)
+
+
+def _macros(axes: Mapping[str, Any]) -> dict[str, str | int]:
+    macros: dict[str, str | int] = {
         **FIXED,
         "INPUT_FP16": int(axes["dtype"] == "f16"),
         "CACHE_ELEM_ENUM": CACHE_ELEMENT.get(axes["kv_dtype"], 0),
@@ -34,9 +45,15 @@ def mha(axes: Mapping[str, Any], cls: Mapping[str, Any]) -> NvrtcProgram:
         "HEAD_GRP_SIZE": axes["group_size"],
         "TOKENS_PER_PAGE": axes["page_size"],
         "SLIDING_WINDOW": int(axes["sliding_window"]),
+        "SPEC_DEC": int(axes["spec_decode"]),
     }
-    if cls["compile"]["tiles"] == "small":
-        macros["KSEAL_SMALL_TILES"] = 1
+    if axes["spec_decode"]:
+        # Drafts are linear: a mask row is a position, so that a window can be cut for each.
+        macros["IS_SPEC_DEC_TREE"] = 0
+    return macros
+
+
+def _program(macros: Mapping[str, str | int], cls: Mapping[str, Any]) -> NvrtcProgram:
     return NvrtcProgram(
         macros=macros,
         options=("--std=c++17", "--device-as-default-execution-space"),

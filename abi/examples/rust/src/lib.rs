@@ -50,6 +50,8 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub struct OpFunctions<O: Op + ?Sized> {
     pub prepare: unsafe extern "C" fn(*mut sys::kseal_bundle, *const O::Config, *mut *mut O::Raw) -> sys::kseal_status,
     pub workspace_size: unsafe extern "C" fn(*mut O::Raw, *const O::Args, *mut u64) -> sys::kseal_status,
+    /// None for an op that takes no semaphores.
+    pub semaphores_size: Option<unsafe extern "C" fn(*mut O::Raw, *const O::Args, *mut u64) -> sys::kseal_status>,
     pub run: unsafe extern "C" fn(*mut O::Raw, *const O::Args) -> sys::kseal_status,
     pub release: unsafe extern "C" fn(*mut O::Raw) -> sys::kseal_status,
 }
@@ -205,6 +207,16 @@ impl<O: Op> Prepared<O> {
         let mut bytes = 0;
         // SAFETY: no pointer in `args` is looked at.
         self.library.check(unsafe { (self.functions.workspace_size)(self.raw, args, &mut bytes) })?;
+        Ok(bytes)
+    }
+
+    /// Bytes of semaphores that a run with `args` needs; 0 for an op that takes none.
+    pub fn semaphores_size(&self, args: &O::Args) -> Result<u64> {
+        let mut bytes = 0;
+        if let Some(size) = self.functions.semaphores_size {
+            // SAFETY: no pointer in `args` is looked at.
+            self.library.check(unsafe { size(self.raw, args, &mut bytes) })?;
+        }
         Ok(bytes)
     }
 
