@@ -147,7 +147,9 @@ class Op:
     def scratch(self) -> tuple[str, ...]:
         """What a caller allocates for a run: each has a function that says how large."""
         return tuple(
-            what for what in ("workspace", "semaphores") if what == "workspace" or self.args.has(f"{what}_bytes")
+            what
+            for what in ("workspace", "semaphores")
+            if what == "workspace" or self.args.has(f"{what}_bytes")
         )
 
     @property
@@ -334,5 +336,7 @@ def _op(spec: Mapping[str, Any], functions: Iterable[Mapping[str, Any]], enums: 
         classes=tuple(OpClass(c, v["builder"], _flatten(v)) for c, v in spec["classes"].items()),
         excludes=tuple(_exclude(e, axes) for e in spec.get("excludes", ())),
         limits=_flatten(spec["limits"]),
-        functions=tuple(_function(f, {"op": name}) for f in functions if f.get("needs") in (None, *arg_names)),
+        functions=tuple(
+            _function(f, {"op": name}) for f in functions if f.get("needs") in (None, *arg_names)
+        ),
     )
