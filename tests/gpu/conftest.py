@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu.bundles import BUNDLES, folder, open_by_name
+from gpu.bundles import ALL, BUNDLES, folder, open_by_name
 from gpu.provenance import provenance
 
 _measured: dict[str, Any] = {}
@@ -36,19 +36,30 @@ def gpu() -> Any:
     return torch
 
 
-@pytest.fixture(scope="session", params=list(BUNDLES))
-def bundle(request: pytest.FixtureRequest, gpu: Any) -> Iterator[Any]:
-    path = folder(request.param)
+def _opened(name: str, gpu: Any) -> Iterator[Any]:
+    path = folder(name)
     if not path.is_dir():
-        pytest.skip(f"no bundle {path.name}: build it first (see docs/results-gdn-prefill.md)")
-    with open_by_name(request.param) as opened:
+        pytest.skip(f"no bundle {path}: build it first (see docs/results-gdn-prefill.md)")
+    with open_by_name(name) as opened:
         yield opened
         gpu.cuda.synchronize()
 
 
+@pytest.fixture(scope="session", params=list(BUNDLES))
+def bundle(request: pytest.FixtureRequest, gpu: Any) -> Iterator[Any]:
+    """Each product bundle."""
+    yield from _opened(request.param, gpu)
+
+
+@pytest.fixture(scope="session", params=list(ALL))
+def any_bundle(request: pytest.FixtureRequest, gpu: Any) -> Iterator[Any]:
+    """Each bundle, those with the variants of the validation profile too."""
+    yield from _opened(request.param, gpu)
+
+
 @pytest.fixture
 def bundle_name(bundle: Any) -> str:
-    return next(name for name, path in BUNDLES.items() if Path(bundle.path).name == path)
+    return next(name for name in BUNDLES if Path(bundle.path) == folder(name))
 
 
 @pytest.fixture
