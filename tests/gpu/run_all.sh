@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs the GPU, in order: tests, compute-sanitizer, benchmark. Reports go to $OUT, or build/gpu.
-# Steps can be named: run_all.sh [tests] [sanitizer] [bench]. KERNSEAL_COMMIT and KERNSEAL_DIRTY=0|1 say what is being
+# Steps can be named: run_all.sh [tests] [sanitizer] [sanitizer_xqa] [bench] [bench_xqa]. KERNSEAL_COMMIT and KERNSEAL_DIRTY=0|1 say what is being
 # measured where there is no git; KERNSEAL_TRUST_KEY names a public key to trust besides the committed pins.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
@@ -8,7 +8,7 @@ out=${OUT:-build/gpu}
 mkdir -p "$out"
 python=${PYTHON:-python3}
 export PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-steps=${*:-tests sanitizer bench}
+steps=${*:-tests sanitizer sanitizer_xqa bench bench_xqa}
 failed=0
 
 run_tests() {
@@ -17,25 +17,36 @@ run_tests() {
     return "${PIPESTATUS[0]}"
 }
 
-run_sanitizer() {
-    local tool bundle rc worst=0 sanitizer
+# One program under each tool of compute-sanitizer: sanitize NAME PROGRAM BUNDLE...
+sanitize() {
+    local name=$1 program=$2 log="$out/$1.log" tool bundle rc worst=0 sanitizer
+    shift 2
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-    : >"$out/sanitizer.log"
-    for bundle in ${BUNDLES:-sm90 sm120_on_sm90}; do
-        for tool in memcheck initcheck racecheck synccheck; do
-            echo "== $tool $bundle" | tee -a "$out/sanitizer.log"
+    : >"$log"
+    for bundle in ${BUNDLES:-$*}; do
+        for tool in ${TOOLS:-memcheck initcheck racecheck synccheck}; do
+            echo "== $tool $bundle" | tee -a "$log"
             timeout "${SANITIZER_TIMEOUT:-150}" "$sanitizer" --tool "$tool" --error-exitcode 99 --print-limit 20 \
-                "$python" -m gpu.sanitize "$bundle" >"$out/sanitizer.part" 2>&1
+                "$python" -m "$program" "$bundle" >"$out/$name.part" 2>&1
             rc=$?
-            cat "$out/sanitizer.part" >>"$out/sanitizer.log"
-            tail -4 "$out/sanitizer.part"
-            echo "== $tool $bundle: exit $rc, ${SECONDS}s" | tee -a "$out/sanitizer.log"
+            cat "$out/$name.part" >>"$log"
+            tail -4 "$out/$name.part"
+            echo "== $tool $bundle: exit $rc, ${SECONDS}s" | tee -a "$log"
             [ "$rc" = 0 ] || worst=1
         done
     done
-    rm -f "$out/sanitizer.part"
-    "$python" -m gpu.sanitizer_report "$out/sanitizer.log" "$out/sanitizer.json" || worst=1
+    rm -f "$out/$name.part"
+    "$python" -m gpu.sanitizer_report "$log" "$out/$name.json" || worst=1
     return $worst
+}
+
+run_sanitizer() { sanitize sanitizer gpu.sanitize sm90 sm120_on_sm90; }
+
+run_sanitizer_xqa() { sanitize sanitizer_xqa gpu.sanitize_xqa sm90 sm120_on_sm90 sm90_more sm120_on_sm90_more; }
+
+run_bench_xqa() {
+    "$python" -m gpu.bench_xqa_decode --json "$out/bench_xqa.json" ${BENCH_ARGS:-} 2>&1 | tee "$out/bench_xqa.log"
+    return "${PIPESTATUS[0]}"
 }
 
 run_bench() {
