@@ -341,10 +341,11 @@ KSEAL_API kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle);
  * NVFP4 cache: an element counts with the scale of its 16 neighbours along the head, k_scales and v_scales,
  * times kv_scale.
  * The KV length of a sequence is shared by at most kv_splits thread blocks, never more than it has tiles (256
- * positions; 64 with fp8_math), whose results meet in workspace. The library's own choice, 0, follows from
- * num_kv_heads and the device alone: the same request gives the same bits whatever else is in the batch,
- * whatever max_seq_len says and however wide the page table is. -1 fills the device instead, as FlashInfer
- * does: faster for some sizes, with bits that depend on batch_size and max_seq_len.
+ * positions; 64 with fp8_math), whose results meet in workspace. The library's own choice, 0, gives each block
+ * at least 1,024 positions and looks at num_kv_heads, the device and the sequence's own length alone: the same
+ * request gives the same bits whatever else is in the batch, whatever max_seq_len says and however wide the
+ * page table is. -1 fills the device instead, as FlashInfer does: faster for few short sequences, with bits
+ * that depend on batch_size and max_seq_len.
  * semaphores must be zero before the first launch. Each launch leaves them zero. */
 /* What is fixed when xqa_decode is prepared. Read during the call only. */
 typedef struct kseal_xqa_decode_config {

@@ -41,7 +41,7 @@ struct problem {
     int64_t q_len;
     int64_t row_blocks; /* thread blocks over the query rows of one sequence and KV head */
     struct strides kv, scales;
-    uint32_t splits;
+    uint32_t splits, min_tiles; /* most blocks of a sequence, and fewest tiles of each */
     uint64_t semaphores_bytes, workspace_bytes;
 };
 
@@ -294,16 +294,18 @@ static int64_t fill(const struct kseal_handle *handle, const struct problem *p, 
 }
 
 /*
- * The library's choice looks at no length and no batch. The kernel gives a sequence as many blocks as it has tiles, up to the
- * grid's, so that cutting the grid to the longest sequence changes no bit.
+ * The library's choice looks at no batch: the kernel gives a sequence a block for every `min_tiles` of its own tiles, up to the
+ * grid's. Cutting the grid to what the longest sequence needs changes no bit then.
  */
-static uint32_t splits_of(const struct kseal_handle *handle, const args_t *a, const struct problem *p) {
+static void split(const struct kseal_handle *handle, const args_t *a, struct problem *p) {
+    p->min_tiles = a->kv_splits == 0 ? (uint32_t)(LIMIT(SHARE_TOKENS) / p->tile_tokens) : 1;
+    p->splits = (uint32_t)a->kv_splits;
     if (a->kv_splits > 0)
-        return (uint32_t)a->kv_splits;
+        return;
     int64_t longest = a->max_seq_len != 0 ? a->max_seq_len : p->capacity;
     int64_t sequences = a->kv_splits == FILL_DEVICE ? a->batch_size * a->num_kv_heads : a->num_kv_heads;
-    int64_t splits = at_most(fill(handle, p, sequences), div_up(longest, p->tile_tokens));
-    return (uint32_t)at_most(splits, LIMIT(MAX_KV_SPLITS));
+    int64_t most = at_least(1, div_up(longest, p->tile_tokens) / p->min_tiles);
+    p->splits = (uint32_t)at_most(at_most(fill(handle, p, sequences), most), LIMIT(MAX_KV_SPLITS));
 }
 
 /* Elements of a head as the kernel keeps it in shared memory and scratch. */
@@ -344,7 +346,7 @@ static kseal_status plan(const struct kseal_handle *handle, const args_t *a, str
         status = check_strides(a, p);
     if (status != KSEAL_OK)
         return status;
-    p->splits = splits_of(handle, a, p);
+    split(handle, a, p);
     return measure(a, p);
 }
 
@@ -432,6 +434,7 @@ static kseal_status launch_gmma(const struct kseal_handle *handle, const struct 
     args_t a = *p->args;
     uint32_t kv_heads = (uint32_t)a.num_kv_heads, window = (uint32_t)a.window, batch = (uint32_t)a.batch_size;
     struct cache_list cache = {a.k, a.v, a.page_table, a.seq_lens, (uint32_t)a.max_pages_per_seq};
+    uint32_t min_tiles = p->min_tiles;
     struct kseal_tensor_map k, v;
     struct param_list list = {.count = 0};
     kseal_status status = encode_cache(p, a.k, &k);
@@ -455,6 +458,7 @@ static kseal_status launch_gmma(const struct kseal_handle *handle, const struct 
     add(&list, &v);
     add(&list, &a.semaphores);
     add(&list, &a.workspace);
+    add(&list, &min_tiles);
     const struct kseal_launch launch = {
         .grid = {1, p->splits, kv_heads * batch},
         .block = {128, 1, 3},
@@ -468,6 +472,7 @@ static kseal_status launch_mha(const struct kseal_handle *handle, const struct p
     args_t a = *p->args;
     uint32_t kv_heads = (uint32_t)a.num_kv_heads, window = (uint32_t)a.window, batch = (uint32_t)a.batch_size;
     uint32_t q_len = (uint32_t)p->q_len, group = (uint32_t)p->group_size, pages = (uint32_t)a.max_pages_per_seq;
+    uint32_t min_tiles = p->min_tiles;
     struct strides kv = p->kv, scales = p->scales;
     struct cache_list cache = {a.k, a.v, a.page_table, a.seq_lens, pages};
     struct fp4_cache_list fp4_cache = {a.k, a.v, a.k_scales, a.v_scales, a.page_table, a.seq_lens, pages};
@@ -493,6 +498,7 @@ static kseal_status launch_mha(const struct kseal_handle *handle, const struct p
         add_strides(&list, &scales);
     add(&list, &a.semaphores);
     add(&list, &a.workspace);
+    add(&list, &min_tiles);
     const struct kseal_launch launch = {
         .grid = {p->splits, kv_heads * (uint32_t)p->row_blocks, batch},
         .block = {128, 1, 2},

@@ -22,10 +22,11 @@ RCP_OUT_SCALE = 16.0
 """Lifts outputs of long sequences out of the subnormals of e4m3."""
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 3001]
 """Around the edges of pages (16 to 128), of what a warp takes (64) and of a tile (256, or 64 with fp8_math)."""
-LIMIT = {"exact": 8e-3, "e4m3": 6e-2}
+LIMIT = {"exact": 1e-2, "e4m3": 6e-2}
 """Largest ||error|| / ||reference|| of one head of one row: in 16 bits, and where e4m3 rounds the result or its weights."""
 BOOLEANS = ("sliding_window", "spec_decode", "fp8_math")
 NUMBERS = ("head_dim", "group_size", "page_size")
+E4M3_HALF_STEP = 2.0**-10
 
 Axes = Mapping[str, Any]
 
@@ -237,9 +238,15 @@ def oracle(p: Problem, **changes: Any) -> torch.Tensor:
 
 
 def worst_row(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest ||error|| / ||reference|| of a row and head; NaN counts as infinite. 0 for no row."""
-    error = (out.to(torch.float32).double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-12)
-    return float(error.nan_to_num(float("inf")).max()) if error.numel() else 0.0
+    """Largest ||error|| / ||reference|| of a row and head; NaN counts as infinite. 0 for no row.
+
+    Of an e4m3 output, half a step of its subnormals in every element is no error.
+    """
+    error = (out.to(torch.float32).double() - expected).norm(dim=-1)
+    if out.dtype == torch.float8_e4m3fn:
+        error = (error - E4M3_HALF_STEP * out.shape[-1] ** 0.5).where(~error.isnan(), error).clamp_min(0)
+    relative = error / expected.norm(dim=-1).clamp_min(1e-12)
+    return float(relative.nan_to_num(float("inf")).max()) if relative.numel() else 0.0
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
