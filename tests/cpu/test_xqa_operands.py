@@ -123,6 +123,7 @@ def test_the_default_profile_has_what_the_models_need_and_no_more() -> None:
         for m in models
         for window in ((False, True) if "window" in m else (False,))
     }
+    assert all(m["checked"] in ("aiconfigurator", "litgpt", "slime", "hub", "mlx-lm") for m in models)
     built = [v.axes for v in op.variants(target, "default")]
     sixteen_bit = {
         (a["head_dim"], a["group_size"], a["sliding_window"]) for a in built if a["kv_dtype"] == a["dtype"]
