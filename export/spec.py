@@ -68,6 +68,10 @@ class Op:
     folder: Path
     data: Mapping[str, Any] = field(hash=False)
 
+    def values(self, axis: str) -> list[AxisValue]:
+        """Every value of an axis."""
+        return list(self.data["axes"][axis].get("values", [False, True]))
+
     def classes_for(self, target: Target) -> list[str]:
         """Upstream classes that serve ``target``, in order of ``kernel.yaml``."""
         return [
