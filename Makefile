@@ -2,7 +2,9 @@
 
 SM      ?=
 JOBS    ?=
-PROFILE ?= default
+PROFILE ?=
+MODEL   ?=
+SET     ?=
 RETARGET ?=
 TEST_JOBS ?= 2
 
@@ -31,6 +33,7 @@ need-sm = $(if $(SM),,$(error which SM? Say for example `make $@ SM=120` (90, 10
 .PHONY: help
 help: ## list the commands
 	@echo 'make artifacts SM=120 [JOBS=N] [RETARGET=90] [PROFILE=default|full]'
+	@echo 'make artifacts SM=120 MODEL=config.json [SET="page_size=32 kv_dtype=e4m3"]'
 	@echo
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 /p' Makefile | while read -r name text; do printf '  %-10s %s\n' "$$name" "$$text"; done
 	@echo
@@ -42,7 +45,8 @@ env: $(ENV) ## make the environment (.venv) from the hash locks
 .PHONY: artifacts
 artifacts: $(ENV) ## build, sign and verify the bundle of one SM
 	$(need-sm)
-	@.venv/bin/kernseal build --sm "$(SM)" --profile "$(PROFILE)" $(if $(RETARGET),--retarget "$(RETARGET)") $(if $(JOBS),--jobs "$(JOBS)")
+	@.venv/bin/kernseal build --sm "$(SM)" $(strip $(if $(PROFILE),--profile "$(PROFILE)") $(if $(MODEL),--model "$(MODEL)") \
+	    $(foreach setting,$(SET),--set "$(setting)") $(if $(RETARGET),--retarget "$(RETARGET)") $(if $(JOBS),--jobs "$(JOBS)"))
 
 .PHONY: gate
 gate: $(ENV) ## build and compare every hash with the committed pins

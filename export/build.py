@@ -34,11 +34,12 @@ from kernseal.export import (
 from kernseal.export import variant as variants
 from kernseal.export.front_end import Tools, host_prefix
 from kernseal.export.inputs import VariantInputs
+from kernseal.export.model import Model
 from kernseal.export.progress import Reporter, Silent
 from kernseal.export.spec import Op, Target, Variant
 from kernseal.export.variant import Built
 from kernseal.loader.envelope import FILE as ENVELOPE
-from kernseal.loader.errors import InvalidArgument, KernsealError
+from kernseal.loader.errors import InvalidArgument, KernsealError, Unsupported
 from kernseal.loader.policy import Policy
 from kernseal.loader.statement import FILE as MANIFEST
 from kernseal.loader.verify import VerifiedBundle, verify_bundle
@@ -50,12 +51,13 @@ class Options:
 
     Attributes:
         profile: of ``kernel.yaml``.
-        only: variant ids or ``op/variant``; every variant of the profile when empty.
+        only: variant ids or ``op/variant``; every variant of the profile, or of the model, when empty.
         jobs: variants compiled at once (about 1 GB of memory each).
         source: a wheel, unpacked wheel or checkout instead of the pinned wheel; must hash the same.
         rules: folder of PTX rules.
         use_cache: False compiles every variant again.
         out: folder in which the bundle's folder is put.
+        model: whose variants to build, instead of those of the profile.
     """
 
     profile: str = "default"
@@ -65,6 +67,22 @@ class Options:
     rules: Path | None = None
     use_cache: bool = True
     out: Path = Path("dist")
+    model: Model | None = None
+
+    @property
+    def choice(self) -> str:
+        """What the manifest calls the choice of variants, which it lists: two configs that need the same make one bundle."""
+        return self.profile if self.model is None else "model"
+
+    def variants(self, op: Op, target: Target) -> list[Variant]:
+        """Those of ``op`` that are to be built, before ``only``."""
+        if self.model is not None:
+            return self.model.variants(op, target)
+        return op.variants(target, self.profile)
+
+    def left_out(self, ops: Sequence[Op], target: Target) -> list[str]:
+        """For each op of which the model gets nothing, why; nothing is left out of a profile."""
+        return [] if self.model is None else self.model.left_out(ops, target)
 
 
 @dataclass(frozen=True)
@@ -110,6 +128,7 @@ def plan(ops: Sequence[Op], target: Target, options: Options) -> Plan:
 
     Raises:
         InvalidArgument: ``only`` names a variant that the profile does not have.
+        Unsupported: an op cannot serve the model.
         ToolchainInvalid, RuleFailed: an input is not as pinned.
     """
     rules = tuple(ptx.load(options.rules or paths.patches() / "ptx"))
@@ -119,7 +138,7 @@ def plan(ops: Sequence[Op], target: Target, options: Options) -> Plan:
     planned = []
     for op in ops:
         wanted = source.source_set(op.folder)
-        for variant in op.variants(target, options.profile):
+        for variant in options.variants(op, target):
             made = inputs.of_variant(op, variant, target, wanted, patches[op.name], rules, pins)
             planned.append(Planned(op, variant, made))
     return Plan(target, tuple(_chosen(planned, options)), rules, patches, tools)
@@ -132,7 +151,7 @@ def _chosen(planned: Sequence[Planned], options: Options) -> list[Planned]:
     unknown = [name for name in options.only if name not in by_name]
     if unknown:
         known = "\n  ".join(item.variant.key for item in planned)
-        raise InvalidArgument(f"variant {unknown[0]!r}: profile {options.profile!r} has\n  {known}")
+        raise InvalidArgument(f"variant {unknown[0]!r}: profile {options.choice!r} has\n  {known}")
     return list({by_name[name].variant.key: by_name[name] for name in options.only}.values())
 
 
@@ -285,7 +304,7 @@ def describe(
     used = {item.op.name: item.op for item in made.planned}
     semantics = {name: op.data["semantics"] for name, op in sorted(used.items())}
     return manifest.statement(
-        made.target, options.profile, hashes, kernels, semantics, _dependencies(made, used), revision
+        made.target, options.choice, hashes, kernels, semantics, _dependencies(made, used), revision
     )
 
 
@@ -328,7 +347,9 @@ def build(
     report = report or Silent()
     made = plan(ops, target, options)
     if not made.planned:
-        raise InvalidArgument(f"SM {target.name}: no op has a variant for it in profile {options.profile!r}")
+        raise _nothing(ops, target, options)
+    for line in options.left_out(ops, target):
+        report.note(line)
     revision = git.revision(paths.kernels().resolve().parent)
     bundle = options.out / target.folder
     identity = _identity(made, options, revision, key)
@@ -346,6 +367,12 @@ def build(
         verified = verify_bundle(stage, policy=_policy(key), sm=target.name)
     files.write_atomic(_state(bundle), json.dumps({"identity": identity}).encode())
     return _result(target, bundle, True, verified, key)
+
+
+def _nothing(ops: Sequence[Op], target: Target, options: Options) -> KernsealError:
+    if options.model is not None:
+        return Unsupported("; ".join(options.left_out(ops, target)))
+    return InvalidArgument(f"SM {target.name}: no op has a variant for it in profile {options.profile!r}")
 
 
 def _write(stage: Path, found: Mapping[str, bytes]) -> None:
@@ -381,7 +408,7 @@ def _identity(made: Plan, options: Options, revision: git.Revision, key: signing
     own = {path.name: files.sha256_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
     parts = [
         made.target.folder,
-        options.profile,
+        options.choice,
         {p.variant.key: p.inputs.key for p in made.planned},
         sources,
         headers,

@@ -34,9 +34,7 @@ def short_entry(entry: str) -> str:
 @click.command()
 @output.building
 @output.host_option
-@click.option(
-    "--profile", default="default", show_default=True, help="Which variants: a profile of kernel.yaml."
-)
+@output.choosing
 @click.option(
     "--key",
     type=click.Path(path_type=Path),
@@ -53,7 +51,9 @@ def build(
     sm: str,
     retarget: str | None,
     host: str,
-    profile: str,
+    profile: str | None,
+    config: Path | None,
+    settings: tuple[str, ...],
     only: tuple[str, ...],
     jobs: int | None,
     source: Path | None,
@@ -69,20 +69,22 @@ def build(
     Examples:
       kernseal build --sm 120
       kernseal build --sm 90,120 --jobs 4 --key release.pem
+      kernseal build --sm 120 --model config.json --set page_size=32
       kernseal build --sm 120 --retarget 90     (runs the SM120 source on Hopper, for validation)
     """
     from kernseal.export import build as building
     from kernseal.export import signing
 
     wanted = output.targets(sm, retarget, host)
+    ops = spec.load_ops()
+    named, model = output.choice(profile, config, settings, ops)
     options = building.Options(
-        profile, only, jobs or building.default_jobs(), source, None, not no_cache, out
+        named, only, jobs or building.default_jobs(), source, None, not no_cache, out, model
     )
     report = progress.reporter(quiet or as_json)
     signer = signing.find_key(key)
     if signer.created:
         report.note(f"made a developer key for signing: {signer.origin}; nobody else trusts it")
-    ops = spec.load_ops()
     results = [building.build(ops, target, options, signer, report) for target in wanted]
     data = [
         {
@@ -124,23 +126,38 @@ def _print(result: Any) -> None:
 @click.command(name="list")
 @output.sm_option
 @output.retarget_option
-@click.option("--profile", default="default", show_default=True, help="A profile of kernel.yaml.")
+@output.choosing
 @click.option(
     "--bundle", type=click.Path(path_type=Path), help="Also say whether this bundle has each variant."
 )
 @output.as_json
-def list_variants(sm: str, retarget: str | None, profile: str, bundle: Path | None, as_json: bool) -> None:
-    """List the variants that a profile builds, and whether a bundle has them.
+def list_variants(
+    sm: str,
+    retarget: str | None,
+    profile: str | None,
+    config: Path | None,
+    settings: tuple[str, ...],
+    bundle: Path | None,
+    as_json: bool,
+) -> None:
+    """List the variants that a profile builds or a model needs, and whether a bundle has them.
 
     \b
-    Example:
+    Examples:
       kernseal list --sm 120 --bundle dist/sm_120a-linux-x86_64
+      kernseal list --sm 120 --model config.json --bundle dist/sm_120a-linux-x86_64
     """
+    from kernseal.export.build import Options
+
+    ops = spec.load_ops()
+    named, model = output.choice(profile, config, settings, ops)
+    options = Options(named, model=model)
     there = {f"{k['op']}/{k['variant']}" for k in _statement_kernels(bundle)} if bundle else None
     rows = []
-    for target in output.targets(sm, retarget):
-        for op in spec.load_ops():
-            for variant in op.variants(target, profile):
+    targets = output.targets(sm, retarget)
+    for target in targets:
+        for op in ops:
+            for variant in options.variants(op, target):
                 has = "" if there is None else ("yes" if variant.key in there else "no")
                 rows.append(
                     {
@@ -152,11 +169,13 @@ def list_variants(sm: str, retarget: str | None, profile: str, bundle: Path | No
                     }
                 )
     columns = ("sm", "op", "class", "variant", "in_bundle")
-    output.show(
-        rows,
-        as_json,
-        lambda: output.table(f"{len(rows)} variants", columns, [tuple(row.values()) for row in rows]),
-    )
+
+    def people() -> None:
+        output.table(f"{len(rows)} variants", columns, [tuple(row.values()) for row in rows])
+        for line in dict.fromkeys(line for target in targets for line in options.left_out(ops, target)):
+            click.echo(line)
+
+    output.show(rows, as_json, people)
 
 
 def _statement_kernels(bundle: Path) -> list[Mapping[str, Any]]:

@@ -12,8 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kernseal.export import spec
-from kernseal.export.spec import Target
+from kernseal.export import model, spec
+from kernseal.export.model import Model
+from kernseal.export.spec import Op, Target
 from kernseal.loader.errors import InvalidArgument
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
@@ -26,6 +27,50 @@ retarget_option = click.option(
 host_option = click.option(
     "--host", default="linux-x86_64", show_default=True, help="linux-x86_64 or linux-aarch64."
 )
+
+
+profile_option = click.option(
+    "--profile", help="Which variants: a profile of kernel.yaml.  [default: default]"
+)
+model_option = click.option(
+    "--model",
+    "config",
+    type=click.Path(path_type=Path),
+    help="Instead of a profile: what the model of this Hugging Face config.json, or of its folder, needs.",
+)
+set_option = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="AXIS=VALUE[,VALUE]",
+    help="With --model: an axis that the config does not say or that is to differ from it, such as page_size=32,"
+    " kv_dtype=bf16,e4m3 or group_size=8; may be repeated.",
+)
+
+
+def choosing(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that say which variants; see ``choice``."""
+    for option in (set_option, model_option, profile_option):
+        command = option(command)
+    return command
+
+
+def choice(
+    profile: str | None, config: Path | None, settings: Sequence[str], ops: Sequence[Op]
+) -> tuple[str, Model | None]:
+    """``--profile``, ``--model`` and ``--set`` to a profile or, instead of it, a model.
+
+    Raises:
+        InvalidArgument: options that do not go together, or ``--set`` with an axis or value that no op has.
+        Malformed: the config is none.
+    """
+    if config is None:
+        if settings:
+            raise InvalidArgument(f"--set {settings[0]!r}: it goes with --model")
+        return profile or "default", None
+    if profile is not None:
+        raise InvalidArgument(f"--profile {profile!r}: give it or --model, not both")
+    return "default", Model(model.read_config(config), model.parse_chosen(settings, ops))
 
 
 def building(command: Callable[..., None]) -> Callable[..., None]:
