@@ -63,10 +63,10 @@ lint: $(ENV) types ## ruff and mypy --strict
 	@$(RUN) -m mypy build/types/kernseal
 
 # mypy wants the packages where their names say: a tree of links to the folders that are mapped onto them.
-PACKAGES := abi export kernels loader manifests patches
+PACKAGES := abi export kernels loader loader/integrations manifests patches
 .PHONY: types
 types:
-	@mkdir -p build/types/kernseal && cd build/types/kernseal && for p in $(PACKAGES); do [ -L $$p ] || ln -s ../../../$$p $$p; done
+	@mkdir -p build/types/kernseal && cd build/types/kernseal && for p in $(PACKAGES); do [ -L $${p##*/} ] || ln -s ../../../$$p .; done
 
 .PHONY: bench
 bench: $(ENV) ## time what a user waits for (SM=90 unless given)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAPPED = ("abi", "export", "kernels", "loader", "manifests", "patches")
+MAPPED = ("abi", "export", "kernels", "loader", "loader/integrations", "manifests", "patches")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,13 @@ def tracked(folder: str) -> set[str]:
 @pytest.mark.parametrize("folder", MAPPED)
 def test_every_file_of_a_mapped_folder_is_in_the_wheel(wheel: Path, folder: str) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {f"kernseal/{path}" for path in tracked(folder)}
+    inner = [f"{other}/" for other in MAPPED if other.startswith(f"{folder}/")]
+    package = f"kernseal/{Path(folder).name}"
+    files = {path for path in tracked(folder) if not path.startswith(tuple(inner))}
+    wanted = {f"{package}/{Path(path).relative_to(folder)}" for path in files}
     assert wanted
     assert wanted - names == set()
+    assert not any(f"kernseal/{name}" in found for name in inner for found in names)
 
 
 def test_the_wheel_has_nothing_else(wheel: Path) -> None:
@@ -61,7 +65,7 @@ def test_the_wheel_has_nothing_else(wheel: Path) -> None:
         name.split("/")[1] for name in zipfile.ZipFile(wheel).namelist() if name.startswith("kernseal/")
     }
     assert tops == {"kernseal", "kernseal-0.1.0.dist-info"}
-    assert packages == set(MAPPED)
+    assert packages == {Path(folder).name for folder in MAPPED}
 
 
 def test_the_wheel_carries_the_licence_and_its_command(wheel: Path) -> None:
