@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +23,21 @@ class _Plan:
     """What the layers of one forward pass share.
 
     Attributes:
-        mask: the mask it was made from; kept, so that no other object takes its place.
+        mask: gives the mask it was made from, while that lives.
         layer: the last layer that used it.
         pool: sizes, strides and the page table, as the op takes them.
         scratch: semaphores and workspace.
     """
 
     key: tuple[Any, ...]
-    mask: torch.Tensor | None
+    mask: Callable[[], torch.Tensor | None]
     layer: int
     pool: dict[str, Any]
     scratch: dict[str, torch.Tensor]
 
     def serves(self, key: tuple[Any, ...], mask: torch.Tensor | None, layer: int) -> bool:
         # A mask that is written to between two passes is the same object; but then the layers start over.
-        return self.key == key and self.mask is mask and layer > self.layer
+        return self.key == key and self.mask() is mask and layer > self.layer
 
 
 class CachedAttention:
@@ -43,7 +45,7 @@ class CachedAttention:
 
     The cache is used where it is. A pool is K and V, a distance between pages, and a table of page numbers; with pages one
     row apart, every row of a [B, Hkv, T, D] tensor begins a page. So the first page of a sequence begins at its first row
-    that counts, wherever padding ends. See docs/decisions/0050.
+    that counts, wherever padding ends.
     """
 
     def __init__(self, variants: Variants, page_size: int) -> None:
@@ -124,7 +126,7 @@ class CachedAttention:
         layer: int,
         call: dict[str, Any],
     ) -> _Plan:
-        fingerprint = (q.shape, q.dtype, q.device, key.shape, key.stride(), call["stream"])
+        fingerprint = (q.shape, q.dtype, q.device, key.shape, key.stride(), call["stream"], mask is None)
         plan = self._plan
         if plan is None or not plan.serves(fingerprint, mask, layer):
             pool = _pool(key, mask, self._page_size)
@@ -133,10 +135,14 @@ class CachedAttention:
                 "semaphores": q.new_zeros(op.semaphores_size(**needed), dtype=torch.uint8),
                 "workspace": q.new_empty(op.workspace_size(**needed), dtype=torch.uint8),
             }
-            plan = _Plan(fingerprint, mask, layer, pool, scratch)
+            plan = _Plan(fingerprint, _nothing if mask is None else weakref.ref(mask), layer, pool, scratch)
         plan.layer = layer
         self._plan = plan
         return plan
+
+
+def _nothing() -> None:
+    return None
 
 
 def _alike(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

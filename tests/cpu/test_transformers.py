@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,9 @@ from cpu.reference_bundle import ReferenceBundle  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from kernseal.integrations import cached_attention, gated_delta, variants  # noqa: E402
+from kernseal.integrations.cached_attention import CachedAttention  # noqa: E402
 from kernseal.integrations.transformers import enable  # noqa: E402
+from kernseal.integrations.variants import Variants  # noqa: E402
 from kernseal.loader.errors import InvalidArgument, Unsupported  # noqa: E402
 from kernseal.loader.layout import Layout  # noqa: E402
 from kernseal.loader.library import declarations  # noqa: E402
@@ -142,6 +148,41 @@ def test_every_cache_is_used_where_it_is(model: Any, page_size: int, cache: str 
         assert_same(stock, generate(model, ids, **how))
     args, values = bundle.calls("xqa_decode")[-1]
     assert type(args["k"]) is int and values["kv_page_stride"] == GEOMETRY["head_dim"]
+
+
+def with_distances(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """[B, Hkv, T, D] with the same numbers at other distances."""
+    wide = torch.nn.functional.pad(x, (0, 0, 0, 9))
+    rows = {
+        "dense": x,
+        "cropped": wide[:, :, :-9],
+        "token by token": x.transpose(1, 2).contiguous().transpose(1, 2),
+    }
+    return {**rows, "no whole rows": torch.nn.functional.pad(x, (0, 1))[..., :-1]}[layout]
+
+
+LAYOUTS = ["dense", "cropped", "token by token", "no whole rows"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("other", LAYOUTS)
+def test_k_and_v_at_any_distances(layout: str, other: str) -> None:
+    torch.manual_seed(3)
+    query = torch.randn(3, 8, 1, 32)
+    key, value = torch.randn(2, 3, 2, 50, 32)
+    mask = torch.ones(3, 1, 1, 50, dtype=torch.bool)
+    mask[1, ..., :21], mask[2, ..., 44:] = False, False
+    attend = CachedAttention(Variants(bundle := ReferenceBundle(), "make"), page_size=16)
+    k, v = with_distances(key, layout), with_distances(value, other)
+    assert torch.equal(k, key) and torch.equal(v, value)
+    got = attend(query, k, v, mask, scaling=0.3, layer=0)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(got.transpose(1, 2), want, rtol=1e-5, atol=1e-5)
+    ((args, _),) = bundle.calls("xqa_decode")
+    in_place = layout == other != "no whole rows"
+    assert (args["k"] == k.data_ptr() and args["v"] == v.data_ptr()) == in_place
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -394,3 +435,72 @@ def test_what_cannot_be_enabled_is_refused(model: Any, monkeypatch: pytest.Monke
         enable(bundle, model)
     with pytest.raises(InvalidArgument, match="device is cpu; it must be a CUDA device"):
         enable(bundle, make().to(torch.bfloat16))
+
+
+SMALL = {
+    **GEOMETRY,
+    "num_hidden_layers": 8,
+    "layer_types": None,
+    "hidden_size": 512,
+    "initializer_range": 0.02,
+}
+
+
+@pytest.mark.parametrize("wrong", [None, "gdn_prefill", "xqa_decode"])
+def test_the_gpu_program_passes_a_right_kernel_and_fails_a_wrong_one(
+    monkeypatch: pytest.MonkeyPatch, wrong: str | None
+) -> None:
+    from gpu import hybrid_model, transformers_tokens
+
+    if wrong is not None:
+        right = reference_bundle.RUNS[wrong]
+
+        def run(config: Any, args: Any, values: Any) -> None:
+            right(config, args, values)
+            args["o"].mul_(1.1)
+
+        monkeypatch.setitem(reference_bundle.RUNS, wrong, run)
+    modeling = sys.modules[transformers.Qwen3_5ForCausalLM.__module__]
+    rule = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
+
+    @functools.wraps(rule)
+    def rounding(query: Any, key: Any, value: Any, **call: Any) -> Any:
+        """Rounds q and k where fla and the kernel do, between norm and rule."""
+        q, k = (torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype) for x in (query, key))
+        return rule(q, k, value, **{**call, "use_qk_l2norm_in_kernel": False})
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", rounding)
+    model = hybrid_model.build("qwen3_5", device="cpu", **SMALL)
+    enabled = transformers_tokens.Enabled(ReferenceBundle(), model)
+    report = transformers_tokens.report_of(model, enabled, lengths=(1, 5, 70), equal=9, tokens=4)
+    assert bool(report["failures"]) == (wrong is not None), report["failures"]
+    assert report["calls"]["gdn_prefill"]["left"] == 0
+
+
+def test_the_bench_alternates_and_both_sides_go_on_with_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu import bench_transformers, hybrid_model
+
+    model, bundle = hybrid_model.build("qwen3_next", device="cpu", **SMALL), ReferenceBundle()
+    order: list[str] = []
+    sides = {"stock": nullcontext, "kernseal": lambda: enable(bundle, model)}
+
+    def wall_us(call: Any) -> float:
+        order.append(model.config._attn_implementation)
+        call()
+        return 2.0
+
+    monkeypatch.setattr(bench_transformers, "wall_us", wall_us)
+    monkeypatch.setattr(bench_transformers, "PREFILLS", [(2, 5)])
+    monkeypatch.setattr(bench_transformers, "DECODES", [(2, 5)])
+    monkeypatch.setattr(bench_transformers, "STEPS", 1)
+    monkeypatch.setattr(bench_transformers, "PART", 3)
+    found = bench_transformers.measured(model, sides)
+    assert list(found) == ["prefill 2 x 5", "decode 2 x 5, dynamic cache", "decode 2 x 5, static cache"]
+    assert order == (["sdpa"] * 2 + ["kernseal"] * 4 + ["sdpa"] * 2) * 3 * 3
+    assert {name: side["tokens_per_s"] for name, side in found["prefill 2 x 5"].items()} == {
+        "stock": 5e6,
+        "kernseal": 5e6,
+    }
+    lengths = [args["seq_lens"].tolist() for args, _ in bundle.calls("xqa_decode")]
+    steps = list(range(6, 6 + 14))
+    assert lengths == [[n, n] for n in steps for _ in range(2)] * 2
