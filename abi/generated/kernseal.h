@@ -97,6 +97,7 @@ enum {
 typedef struct kseal_bundle kseal_bundle;
 typedef struct kseal_gdn_prefill kseal_gdn_prefill;
 typedef struct kseal_xqa_decode kseal_xqa_decode;
+typedef struct kseal_xqa_mla kseal_xqa_mla;
 
 /* What kseal_open needs. Read during the call only. */
 typedef struct kseal_open_args {
@@ -501,6 +502,116 @@ KSEAL_API kseal_status kseal_xqa_decode_run(kseal_xqa_decode *handle, const ksea
  * unloads it, so its launches must have finished and no graph that holds them may be launched again.
  * Threads: Once per handle, when no other call uses it. Not under graph capture. */
 KSEAL_API kseal_status kseal_xqa_decode_release(kseal_xqa_decode *handle);
+
+/* xqa_mla: Multi-head latent attention decode over a paged cache, 128 query heads, one query token a sequence,
+ * one kernel launch.
+ * Every query head of sequence b attends to the same rows at positions 0 .. seq_lens[b] - 1: o =
+ * softmax(q_scale * kv_scale * q K^T) V * kv_scale. A row of K has 576 elements: 512 of the latent, 64 with the
+ * rotary embedding. V is the first 512 elements of a row of v, which may be k itself.
+ * Nothing is divided by a square root: the softmax scale (1 / sqrt(192) for a model with heads of 128 + 64)
+ * goes into q_scale, together with what the elements of q are multiplied with. kv_scale counts for both element
+ * types, for the logits and for o.
+ * q_scale * kv_scale must be positive: the kernel finds the largest logit of a row before it scales. Logits
+ * must lie above -69000.
+ * Position t of sequence b is row t % page_size of page page_table[b, t // page_size]. Entries at or past a
+ * row's length may hold anything: they are not read. What lies in a page past a row's length may be anything,
+ * NaN too: it changes no bit. A page number outside the pool counts as a page of zeros.
+ * A sequence of length 0 gives zeros. So does one longer than its row of the page table can hold, a negative
+ * length included; no page of it is read.
+ * With an e4m3 cache the softmax weights of a tile are rounded to e4m3 before they meet V, and summed as
+ * rounded.
+ * A cluster of 4 thread blocks works through the whole KV of a sequence (kv_splits is 1 for now): the same
+ * request gives the same bits, whatever else is in the batch. */
+/* What is fixed when xqa_mla is prepared. Read during the call only. */
+typedef struct kseal_xqa_mla_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Element type of q and of the cache. o is bf16. kseal_dtype: bf16, e4m3. */
+    uint32_t dtype;
+    /* Tokens of a page: 16, 32, 64 or 128. */
+    uint32_t page_size;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_xqa_mla_config;
+
+/* What one run of xqa_mla gets. Read during the call only. */
+typedef struct kseal_xqa_mla_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* Hq: 128. There is one KV head. */
+    int32_t num_q_heads;
+    /* 1 lets the launch begin while the kernel before it on the stream is ending (programmatic dependent
+     * launch); 0 does not. */
+    uint32_t pdl;
+    /* Multiplies the logits; nothing else does, no 1/sqrt(D) either. Finite and above 0. Ignored when
+     * q_scale_ptr is given. */
+    float q_scale;
+    /* What the elements of k and v are multiplied with. Finite and above 0. Ignored when kv_scale_ptr is given. */
+    float kv_scale;
+    /* B, the sequences. 0 is a no-op that succeeds. */
+    int64_t batch_size;
+    /* Pages of the pool that k and v point to. */
+    int64_t num_pages;
+    /* Columns of page_table. */
+    int64_t max_pages_per_seq;
+    /* Distance between pages of k, and of v; 0 means page_size * 576. A multiple of 16 bytes, below 2^40 bytes.
+     * In elements. */
+    int64_t kv_page_stride;
+    /* Distance between tokens of a page; 0 means 576. A multiple of 16 bytes, below 2^40 bytes. In elements. */
+    int64_t kv_token_stride;
+    /* [B, 128, 576] of dtype, dense, 16-byte aligned. */
+    const void *q;
+    /* [num_pages, page_size, 576] of dtype with the kv strides, 16-byte aligned. */
+    const void *k;
+    /* As k, with the same strides, and usually k itself. The first 512 elements of a row are read. */
+    const void *v;
+    /* [B, 128, 512] of bf16, dense, 16-byte aligned. Written. */
+    void *o;
+    /* [B, max_pages_per_seq] int32, dense, aligned to its element. Read on the device: not checked. */
+    const void *page_table;
+    /* [B] int32 or uint32, aligned to its element. Read on the device: not checked. */
+    const void *seq_lens;
+    /* One float32 on the device instead of q_scale, or null. */
+    const void *q_scale_ptr;
+    /* One float32 on the device instead of kv_scale, or null. */
+    const void *kv_scale_ptr;
+    /* Scratch of the size kseal_xqa_mla_workspace_size gives, 128-byte aligned, one per launch in flight.
+     * Contents need not be kept. */
+    void *workspace;
+    /* Size of workspace: at least 18432 * B. In bytes. */
+    uint64_t workspace_bytes;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_xqa_mla_args;
+
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Threads: Any thread. Not under graph capture. */
+KSEAL_API kseal_status kseal_xqa_mla_prepare(kseal_bundle *bundle,
+    const kseal_xqa_mla_config *config,
+    kseal_xqa_mla **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args.
+ * Threads: Any thread. */
+KSEAL_API kseal_status kseal_xqa_mla_workspace_size(kseal_xqa_mla *handle,
+    const kseal_xqa_mla_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches on args->stream, with the device of the handle current. Does not allocate, lock,
+ * load or wait, and can be captured into a graph. Device memory must stay valid until the launch has finished.
+ * Threads: Any thread, also several at once with the same handle and different workspaces. */
+KSEAL_API kseal_status kseal_xqa_mla_run(kseal_xqa_mla *handle, const kseal_xqa_mla_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned. The last handle of a variant
+ * unloads it, so its launches must have finished and no graph that holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it. Not under graph capture. */
+KSEAL_API kseal_status kseal_xqa_mla_release(kseal_xqa_mla *handle);
 
 #ifdef __cplusplus
 }

@@ -122,6 +122,11 @@ pub struct kseal_xqa_decode {
     _opaque: [u8; 0],
 }
 
+#[repr(C)]
+pub struct kseal_xqa_mla {
+    _opaque: [u8; 0],
+}
+
 /// What kseal_open needs. Read during the call only.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -484,6 +489,102 @@ impl Default for kseal_xqa_decode_args {
     }
 }
 
+/// What is fixed when xqa_mla is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_xqa_mla_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Element type of q and of the cache. o is bf16. kseal_dtype: bf16, e4m3.
+    pub dtype: u32,
+    /// Tokens of a page: 16, 32, 64 or 128.
+    pub page_size: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_xqa_mla_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { std::mem::zeroed() };
+        s.struct_size = std::mem::size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_xqa_mla_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What one run of xqa_mla gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_xqa_mla_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// Hq: 128. There is one KV head.
+    pub num_q_heads: i32,
+    /// 1 lets the launch begin while the kernel before it on the stream is ending (programmatic dependent launch); 0 does not.
+    pub pdl: u32,
+    /// Multiplies the logits; nothing else does, no 1/sqrt(D) either. Finite and above 0. Ignored when q_scale_ptr is given.
+    pub q_scale: f32,
+    /// What the elements of k and v are multiplied with. Finite and above 0. Ignored when kv_scale_ptr is given.
+    pub kv_scale: f32,
+    /// B, the sequences. 0 is a no-op that succeeds.
+    pub batch_size: i64,
+    /// Pages of the pool that k and v point to.
+    pub num_pages: i64,
+    /// Columns of page_table.
+    pub max_pages_per_seq: i64,
+    /// Distance between pages of k, and of v; 0 means page_size * 576. A multiple of 16 bytes, below 2^40 bytes. In elements.
+    pub kv_page_stride: i64,
+    /// Distance between tokens of a page; 0 means 576. A multiple of 16 bytes, below 2^40 bytes. In elements.
+    pub kv_token_stride: i64,
+    /// \[B, 128, 576\] of dtype, dense, 16-byte aligned.
+    pub q: *const c_void,
+    /// \[num_pages, page_size, 576\] of dtype with the kv strides, 16-byte aligned.
+    pub k: *const c_void,
+    /// As k, with the same strides, and usually k itself. The first 512 elements of a row are read.
+    pub v: *const c_void,
+    /// \[B, 128, 512\] of bf16, dense, 16-byte aligned. Written.
+    pub o: *mut c_void,
+    /// \[B, max_pages_per_seq\] int32, dense, aligned to its element. Read on the device: not checked.
+    pub page_table: *const c_void,
+    /// \[B\] int32 or uint32, aligned to its element. Read on the device: not checked.
+    pub seq_lens: *const c_void,
+    /// One float32 on the device instead of q_scale, or null.
+    pub q_scale_ptr: *const c_void,
+    /// One float32 on the device instead of kv_scale, or null.
+    pub kv_scale_ptr: *const c_void,
+    /// Scratch of the size kseal_xqa_mla_workspace_size gives, 128-byte aligned, one per launch in flight. Contents need not be kept.
+    pub workspace: *mut c_void,
+    /// Size of workspace: at least 18432 * B. In bytes.
+    pub workspace_bytes: u64,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_xqa_mla_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { std::mem::zeroed() };
+        s.struct_size = std::mem::size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_xqa_mla_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 /// Every function of the library.
 #[derive(Clone, Copy)]
 pub struct Api {
@@ -503,6 +604,10 @@ pub struct Api {
     pub kseal_xqa_decode_semaphores_size: unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args, *mut u64) -> kseal_status,
     pub kseal_xqa_decode_run: unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args) -> kseal_status,
     pub kseal_xqa_decode_release: unsafe extern "C" fn(*mut kseal_xqa_decode) -> kseal_status,
+    pub kseal_xqa_mla_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_xqa_mla_config, *mut *mut kseal_xqa_mla) -> kseal_status,
+    pub kseal_xqa_mla_workspace_size: unsafe extern "C" fn(*mut kseal_xqa_mla, *const kseal_xqa_mla_args, *mut u64) -> kseal_status,
+    pub kseal_xqa_mla_run: unsafe extern "C" fn(*mut kseal_xqa_mla, *const kseal_xqa_mla_args) -> kseal_status,
+    pub kseal_xqa_mla_release: unsafe extern "C" fn(*mut kseal_xqa_mla) -> kseal_status,
 }
 
 impl Api {
@@ -535,6 +640,10 @@ impl Api {
             kseal_xqa_decode_semaphores_size: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args, *mut u64) -> kseal_status>(find(c"kseal_xqa_decode_semaphores_size")?),
             kseal_xqa_decode_run: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args) -> kseal_status>(find(c"kseal_xqa_decode_run")?),
             kseal_xqa_decode_release: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_decode) -> kseal_status>(find(c"kseal_xqa_decode_release")?),
+            kseal_xqa_mla_prepare: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_xqa_mla_config, *mut *mut kseal_xqa_mla) -> kseal_status>(find(c"kseal_xqa_mla_prepare")?),
+            kseal_xqa_mla_workspace_size: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_mla, *const kseal_xqa_mla_args, *mut u64) -> kseal_status>(find(c"kseal_xqa_mla_workspace_size")?),
+            kseal_xqa_mla_run: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_mla, *const kseal_xqa_mla_args) -> kseal_status>(find(c"kseal_xqa_mla_run")?),
+            kseal_xqa_mla_release: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_mla) -> kseal_status>(find(c"kseal_xqa_mla_release")?),
         })
     }
 }
@@ -573,6 +682,24 @@ impl crate::Op for XqaDecode {
             semaphores_size: Some(api.kseal_xqa_decode_semaphores_size),
             run: api.kseal_xqa_decode_run,
             release: api.kseal_xqa_decode_release,
+        }
+    }
+}
+
+/// Multi-head latent attention decode over a paged cache, 128 query heads, one query token a sequence, one kernel launch.
+pub enum XqaMla {}
+
+impl crate::Op for XqaMla {
+    type Raw = kseal_xqa_mla;
+    type Config = kseal_xqa_mla_config;
+    type Args = kseal_xqa_mla_args;
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_xqa_mla_prepare,
+            workspace_size: api.kseal_xqa_mla_workspace_size,
+            run: api.kseal_xqa_mla_run,
+            release: api.kseal_xqa_mla_release,
         }
     }
 }

@@ -51,6 +51,7 @@ typedef uint32_t kseal_open_flag;
 typedef struct kseal_bundle kseal_bundle;
 typedef struct kseal_gdn_prefill kseal_gdn_prefill;
 typedef struct kseal_xqa_decode kseal_xqa_decode;
+typedef struct kseal_xqa_mla kseal_xqa_mla;
 typedef struct kseal_open_args {
     uint32_t struct_size;
     uint32_t abi_version;
@@ -178,6 +179,36 @@ typedef struct kseal_xqa_decode_args {
     uint64_t workspace_bytes;
     void *stream;
 } kseal_xqa_decode_args;
+typedef struct kseal_xqa_mla_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t dtype;
+    uint32_t page_size;
+    void *stream;
+} kseal_xqa_mla_config;
+typedef struct kseal_xqa_mla_args {
+    uint32_t struct_size;
+    int32_t num_q_heads;
+    uint32_t pdl;
+    float q_scale;
+    float kv_scale;
+    int64_t batch_size;
+    int64_t num_pages;
+    int64_t max_pages_per_seq;
+    int64_t kv_page_stride;
+    int64_t kv_token_stride;
+    const void *q;
+    const void *k;
+    const void *v;
+    void *o;
+    const void *page_table;
+    const void *seq_lens;
+    const void *q_scale_ptr;
+    const void *kv_scale_ptr;
+    void *workspace;
+    uint64_t workspace_bytes;
+    void *stream;
+} kseal_xqa_mla_args;
 uint32_t kseal_abi_version(void);
 const char *kseal_status_name(kseal_status status);
 const char *kseal_last_error(void);
@@ -204,3 +235,11 @@ kseal_status kseal_xqa_decode_semaphores_size(kseal_xqa_decode *handle,
     uint64_t *bytes);
 kseal_status kseal_xqa_decode_run(kseal_xqa_decode *handle, const kseal_xqa_decode_args *args);
 kseal_status kseal_xqa_decode_release(kseal_xqa_decode *handle);
+kseal_status kseal_xqa_mla_prepare(kseal_bundle *bundle,
+    const kseal_xqa_mla_config *config,
+    kseal_xqa_mla **handle);
+kseal_status kseal_xqa_mla_workspace_size(kseal_xqa_mla *handle,
+    const kseal_xqa_mla_args *args,
+    uint64_t *bytes);
+kseal_status kseal_xqa_mla_run(kseal_xqa_mla *handle, const kseal_xqa_mla_args *args);
+kseal_status kseal_xqa_mla_release(kseal_xqa_mla *handle);

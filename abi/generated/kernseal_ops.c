@@ -581,3 +581,67 @@ KSEAL_API kseal_status kseal_xqa_decode_run(kseal_xqa_decode *handle, const ksea
 }
 
 KSEAL_API kseal_status kseal_xqa_decode_release(kseal_xqa_decode *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
+/* ---- xqa_mla ---- */
+
+static const uint32_t kseal_xqa_mla_values_dtype[] = {1, 6};
+static const char *const kseal_xqa_mla_names_dtype[] = {"bf16", "e4m3"};
+
+static const uint32_t kseal_xqa_mla_values_page_size[] = {16, 32, 64, 128};
+static const char *const kseal_xqa_mla_names_page_size[] = {"16", "32", "64", "128"};
+
+static const struct kseal_axis kseal_xqa_mla_axes[] = {
+    {"dtype", kseal_xqa_mla_values_dtype, kseal_xqa_mla_names_dtype, 2},
+    {"page_size", kseal_xqa_mla_values_page_size, kseal_xqa_mla_names_page_size, 4},
+};
+
+const struct kseal_xqa_mla_class kseal_xqa_mla_classes[1] = {
+    {"mla_sm120", 0},
+};
+
+static const struct kseal_op kseal_xqa_mla_op = {
+    .name = "xqa_mla",
+    .axes = kseal_xqa_mla_axes,
+    .axis_count = 2,
+    .excludes = NULL,
+    .exclude_count = 0,
+};
+
+KSEAL_API kseal_status kseal_xqa_mla_prepare(kseal_bundle *bundle, const kseal_xqa_mla_config *config,
+    kseal_xqa_mla **handle) {
+    kseal_xqa_mla_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_mla: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, sizeof(kseal_xqa_mla_config), config, "kseal_xqa_mla_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.dtype, c.page_size};
+    status = kseal_op_prepare(bundle, &kseal_xqa_mla_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_xqa_mla *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_xqa_mla_workspace_size(kseal_xqa_mla *handle, const kseal_xqa_mla_args *args,
+    uint64_t *bytes) {
+    kseal_xqa_mla_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_mla: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_xqa_mla_args), args, "kseal_xqa_mla_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_xqa_mla_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_xqa_mla_run(kseal_xqa_mla *handle, const kseal_xqa_mla_args *args) {
+    kseal_xqa_mla_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_mla: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_xqa_mla_args), args, "kseal_xqa_mla_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_xqa_mla_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_xqa_mla_release(kseal_xqa_mla *handle) { return kseal_op_release((struct kseal_handle *)handle); }

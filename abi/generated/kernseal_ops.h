@@ -113,4 +113,47 @@ kseal_status kseal_xqa_decode_launch_semaphores(const struct kseal_handle *handl
 /* Validates and launches. Written by the op. */
 kseal_status kseal_xqa_decode_launch_run(const struct kseal_handle *handle, const kseal_xqa_decode_args *args);
 
+/* ---- xqa_mla ---- */
+
+enum {
+    KSEAL_XQA_MLA_AXIS_DTYPE = 0,
+    KSEAL_XQA_MLA_AXIS_PAGE_SIZE = 1,
+    KSEAL_XQA_MLA_AXES = 2
+};
+enum {
+    KSEAL_XQA_MLA_BUILDER_MLA = 0
+};
+enum {
+    KSEAL_XQA_MLA_LIMIT_NUM_Q_HEADS = 128,
+    KSEAL_XQA_MLA_LIMIT_HEAD_DIM = 576,
+    KSEAL_XQA_MLA_LIMIT_V_DIM = 512,
+    KSEAL_XQA_MLA_LIMIT_WORKSPACE_PER_SEQ = 18432,
+    KSEAL_XQA_MLA_LIMIT_MAX_GRID = 65535,
+    KSEAL_XQA_MLA_LIMIT_STRIDE_ALIGN = 16,
+    KSEAL_XQA_MLA_LIMIT_ALIGN_Q = 16,
+    KSEAL_XQA_MLA_LIMIT_ALIGN_K = 16,
+    KSEAL_XQA_MLA_LIMIT_ALIGN_V = 16,
+    KSEAL_XQA_MLA_LIMIT_ALIGN_O = 16,
+    KSEAL_XQA_MLA_LIMIT_ALIGN_PAGE_TABLE = 4,
+    KSEAL_XQA_MLA_LIMIT_ALIGN_SEQ_LENS = 4,
+    KSEAL_XQA_MLA_LIMIT_ALIGN_Q_SCALE_PTR = 4,
+    KSEAL_XQA_MLA_LIMIT_ALIGN_KV_SCALE_PTR = 4,
+    KSEAL_XQA_MLA_LIMIT_ALIGN_WORKSPACE = 128
+};
+
+struct kseal_xqa_mla_class {
+    const char *name;
+    uint32_t builder;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_xqa_mla_class kseal_xqa_mla_classes[1];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_xqa_mla_launch_workspace(const struct kseal_handle *handle, const kseal_xqa_mla_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_xqa_mla_launch_run(const struct kseal_handle *handle, const kseal_xqa_mla_args *args);
+
 #endif

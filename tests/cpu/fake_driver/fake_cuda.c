@@ -1,4 +1,5 @@
 /* libcuda.so.1 without a GPU: the driver functions that kernseal and its examples call, each recorded. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -159,7 +160,29 @@ int cuLaunchKernelEx(const struct launch_config *config, struct fake_kernel *ker
     return fake_launch(&launch, kernel, params);
 }
 
-/* Stores its arguments readably instead of the hardware's encoding. */
+struct list {
+    char text[160];
+};
+
+/* The first `count` of `values` as JSON. */
+static struct list list_of(const uint64_t *values, uint32_t count) {
+    struct list list = {"["};
+    size_t used = 1;
+    for (uint32_t i = 0; i < count; i++)
+        used += (size_t)snprintf(list.text + used, sizeof list.text - used, "%s%llu", i == 0 ? "" : ", ",
+                                 (unsigned long long)values[i]);
+    snprintf(list.text + used, sizeof list.text - used, "]");
+    return list;
+}
+
+static struct list list_of_u32(const uint32_t *values, uint32_t count) {
+    uint64_t wide[5] = {0};
+    for (uint32_t i = 0; i < count && i < 5; i++)
+        wide[i] = values[i];
+    return list_of(wide, count);
+}
+
+/* Stores its arguments readably instead of the hardware's encoding; what has no room there is in the log. */
 int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *sizes, const uint64_t *strides,
                            const uint32_t *box, const uint32_t *element_strides, int interleave, int swizzle, int promotion,
                            int fill) {
@@ -169,6 +192,11 @@ int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, co
     uint32_t numbers[] = {(uint32_t)type, rank, (uint32_t)interleave, (uint32_t)swizzle, (uint32_t)promotion, (uint32_t)fill};
     memcpy(words + 8, numbers, sizeof numbers);
     memcpy(map, words, sizeof words);
+    fake_record("encode",
+                "\"type\": %d, \"address\": %llu, \"sizes\": %s, \"strides\": %s, \"box\": %s, \"element_strides\": %s, "
+                "\"interleave\": %d, \"swizzle\": %d, \"promotion\": %d, \"fill\": %d",
+                type, (unsigned long long)(uintptr_t)address, list_of(sizes, rank).text, list_of(strides, rank - 1).text,
+                list_of_u32(box, rank).text, list_of_u32(element_strides, rank).text, interleave, swizzle, promotion, fill);
     return 0;
 }
 

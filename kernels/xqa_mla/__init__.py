@@ -1,0 +1,1 @@
+"""XQA: multi-head latent attention decode over a paged cache."""
