@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +53,12 @@ class Upstream:
     """
 
     def __init__(self, axes: Mapping[str, Any], sm: str, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        opened, _ = source.open_source(None, source.upstream())
-        for name in (*source.source_set(op().folder), "flashinfer/data/csrc/xqa/hostUtils.h"):
-            data = opened.read(name)
-            assert data is not None, name
-            (folder / Path(name).name).write_bytes(data)
-        report = _nvcc(axes, sm, folder)
+        lay_out(op().folder, ["flashinfer/data/csrc/xqa/hostUtils.h"], folder)
+        data = op().data
+        program = load_recipe(str(op().folder / data["recipe"])).mha(axes, data["classes"]["mha"])
+        report = nvcc(program.macros, sm, folder, "xqa_upstream.cu")
         self.spill_bytes = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
-        (cubin,) = folder.glob(f"*.{sm}.cubin")
-        self.smem = _smem(cubin.read_bytes())
-        os.environ["UPSTREAM_SMEM"] = str(self.smem)
+        self.smem = shared_memory(folder)
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(CDEF)
         self.c: Any = self.ffi.dlopen(str(folder / "upstream.so"), self.ffi.RTLD_LAZY | self.ffi.RTLD_LOCAL)
@@ -85,13 +80,21 @@ class Upstream:
         self.c.upstream_launch(self.ffi.new("struct upstream_call *", values))
 
 
-def _nvcc(axes: Mapping[str, Any], sm: str, folder: Path) -> str:
-    data = op().data
-    program = load_recipe(str(op().folder / data["recipe"])).mha(axes, data["classes"]["mha"])
-    macros = {name: value for name, value in program.macros.items() if name != "GENERATE_CUBIN"}
+def lay_out(op_folder: Path, further: Sequence[str], folder: Path) -> None:
+    """Upstream's files, unpatched and side by side: the op's source set and ``further``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    opened, _ = source.open_source(None, source.upstream())
+    for name in (*source.source_set(op_folder), *further):
+        data = opened.read(name)
+        assert data is not None, name
+        (folder / Path(name).name).write_bytes(data)
+
+
+def nvcc(macros: Mapping[str, str | int], sm: str, folder: Path, unit: str) -> str:
+    """Compile ``unit`` of this folder to ``upstream.so``; what ptxas says of its kernel."""
     command = [
         "nvcc",
-        f"-arch={sm}",
+        f"-gencode=arch={sm.replace('sm_', 'compute_')},code={sm}",
         "-std=c++17",
         "-O3",
         "-use_fast_math",
@@ -111,20 +114,23 @@ def _nvcc(axes: Mapping[str, Any], sm: str, folder: Path) -> str:
         "-I.",
         f"-I{HERE}",
     ]
-    command += [f"-D{name}={value}" for name, value in sorted(macros.items())]
-    for name in ("xqa_upstream.cu", "fake_registration.c"):
+    command += [f"-D{name}={value}" for name, value in sorted(macros.items()) if name != "GENERATE_CUBIN"]
+    for name in (unit, "fake_registration.c"):
         shutil.copy(HERE / name, folder / name)
-    command += ["-o", "upstream.so", "xqa_upstream.cu", "fake_registration.c"]
+    command += ["-o", "upstream.so", unit, "fake_registration.c"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
-def _smem(cubin: bytes) -> int:
-    """``smemSize``, which is a local symbol here and so has a mangled name."""
-    elf = ELFFile(io.BytesIO(cubin))
+def shared_memory(folder: Path) -> int:
+    """``smemSize`` of the program, which is a local symbol and so has a mangled name. The launcher will read it too."""
+    (path,) = folder.glob("*.cubin")
+    elf = ELFFile(io.BytesIO(path.read_bytes()))
     table = elf.get_section_by_name(".symtab")
     assert table is not None
     (symbol,) = [s for s in table.iter_symbols() if re.search(r"8smemSize|^smemSize$", s.name)]
     data = elf.get_section(symbol["st_shndx"]).data()
-    return int.from_bytes(data[symbol["st_value"] : symbol["st_value"] + 4], "little")
+    size = int.from_bytes(data[symbol["st_value"] : symbol["st_value"] + 4], "little")
+    os.environ["UPSTREAM_SMEM"] = str(size)
+    return size
