@@ -265,10 +265,8 @@ static kseal_status launch(const struct kseal_handle *handle, const struct probl
         return status;
     /* Semaphores and partial results are for a sequence that several clusters share: not here. */
     void *semaphores = NULL, *partial_results = NULL;
-    void *params[] = {
-        &maps.q, &maps.k,  &maps.v,     &a.q_scale,      &a.q_scale_ptr, &a.o,        &cache,
-        &batch,  &a.kv_scale, &a.kv_scale_ptr, &a.workspace, &semaphores,   &partial_results,
-    };
+    void *params[] = {&maps.q, &maps.k,     &maps.v,         &a.q_scale,   &a.q_scale_ptr, &a.o,            &cache,
+                      &batch,  &a.kv_scale, &a.kv_scale_ptr, &a.workspace, &semaphores,    &partial_results};
     const struct kseal_launch launch = {
         .grid = {CLUSTER, 1, batch},
         .block = {THREADS, 1, 1},

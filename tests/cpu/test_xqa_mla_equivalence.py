@@ -11,8 +11,8 @@ from builds import compile_cache, locked
 from cpu.fake_driver import xqa_upstream
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.kernseal_library import Kernseal, build_library
-from cpu.fake_driver.mla import OP, PARAM_SIZES, SCRATCH, Call, axes_of, op, random_call, record
-from cpu.fake_driver.mla_upstream import Upstream
+from cpu.fake_driver.xqa_mla import OP, PARAM_SIZES, SCRATCH, Call, axes_of, op, random_call, record
+from cpu.fake_driver.xqa_mla_upstream import Upstream
 
 from kernseal.export import build, elf, spec
 from kernseal.export.build import Options

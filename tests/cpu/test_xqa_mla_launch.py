@@ -7,10 +7,20 @@ import struct
 from typing import Any
 
 import pytest
-from cpu.fake_driver import mla
+from cpu.fake_driver import xqa_mla
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.kernseal_library import Kernseal
-from cpu.fake_driver.mla import OP, PARAM_SIZES, ROW, SCRATCH, SMEM, Call, axes_of, library_of, random_call
+from cpu.fake_driver.xqa_mla import (
+    OP,
+    PARAM_SIZES,
+    ROW,
+    SCRATCH,
+    SMEM,
+    Call,
+    axes_of,
+    library_of,
+    random_call,
+)
 
 BF16 = axes_of(page_size=16)
 E4M3 = axes_of(dtype="e4m3", page_size=128)
@@ -84,7 +94,7 @@ def test_the_kernel_gets_the_fields(library: Kernseal, gpu: FakeGpu, axes: dict[
 def test_descriptors_cover_q_and_the_pool_and_no_more(
     library: Kernseal, gpu: FakeGpu, axes: dict[str, Any]
 ) -> None:
-    size, page = mla.elem_bytes(axes), axes["page_size"]
+    size, page = xqa_mla.elem_bytes(axes), axes["page_size"]
     made = call(axes, kv_token_stride=640, kv_page_stride=3 * page * 640)
     launch(library, gpu, made)
     small = axes is E4M3
@@ -189,10 +199,10 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     (UNALIGNED, {"q_scale_ptr": 66}, ["q_scale_ptr is 0x42", "4 bytes"]),
     (UNALIGNED, {"kv_scale_ptr": 66}, ["kv_scale_ptr is 0x42", "4 bytes"]),
     (TOO_SMALL, {"workspace_bytes": 2 * SCRATCH - 1}, ["workspace_bytes is 36863", "36864 are needed"]),
-    *((INVALID, {name: 0}, [f"{name} is null"]) for name in mla.ALIGN),
+    *((INVALID, {name: 0}, [f"{name} is null"]) for name in xqa_mla.ALIGN),
     *(
         (UNALIGNED, {name: 4096 + align // 2}, [f"{name} is 0x", f"{align} bytes"])
-        for name, align in mla.ALIGN.items()
+        for name, align in xqa_mla.ALIGN.items()
     ),
 ]
 

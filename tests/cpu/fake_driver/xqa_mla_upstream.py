@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import cffi
-from cpu.fake_driver.mla import Call, op
+from cpu.fake_driver.xqa_mla import Call, op
 from cpu.fake_driver.xqa_upstream import lay_out, nvcc, shared_memory
 
 from kernseal.export.recipe import load_recipe
@@ -45,7 +45,7 @@ class Upstream:
         lay_out(op().folder, HOST_FILES, folder)
         data = op().data
         program = load_recipe(str(op().folder / data["recipe"])).mla(axes, data["classes"]["mla_sm120"])
-        report = nvcc(program.macros, sm, folder, "mla_upstream.cu")
+        report = nvcc(program.macros, sm, folder, "xqa_mla_upstream.cu")
         self.local_bytes = sum(map(int, re.findall(r"(\d+) bytes (?:stack|spill)", report)))
         self.smem = shared_memory(folder)
         self.ffi: Any = cffi.FFI()
