@@ -698,6 +698,7 @@ impl crate::Op for XqaMla {
         crate::OpFunctions {
             prepare: api.kseal_xqa_mla_prepare,
             workspace_size: api.kseal_xqa_mla_workspace_size,
+            semaphores_size: None,
             run: api.kseal_xqa_mla_run,
             release: api.kseal_xqa_mla_release,
         }
