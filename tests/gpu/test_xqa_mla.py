@@ -37,6 +37,12 @@ Axes = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
+def bundle(any_bundle: Any) -> Any:
+    """Every bundle that has variants of this op, and so every test here on all of them."""
+    return any_bundle
+
+
+@pytest.fixture(scope="module")
 def variants(bundle: Any) -> list[Axes]:
     found = [axes_of(v) for v in bundle.variants() if v.op == "xqa_mla"]
     if not found:
