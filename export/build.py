@@ -51,7 +51,7 @@ class Options:
 
     Attributes:
         profile: of ``kernel.yaml``.
-        only: variant ids or ``op/variant``; every variant of the profile, or of the model, when empty.
+        only: variant ids or ``op/variant``, of the profile or not; every variant of the profile, or of the model, when empty.
         jobs: variants compiled at once (about 1 GB of memory each).
         source: a wheel, unpacked wheel or checkout instead of the pinned wheel; must hash the same.
         rules: folder of PTX rules.
@@ -127,32 +127,40 @@ def plan(ops: Sequence[Op], target: Target, options: Options) -> Plan:
     """What a build of ``target`` consists of.
 
     Raises:
-        InvalidArgument: ``only`` names a variant that the profile does not have.
-        Unsupported: an op cannot serve the model.
+        InvalidArgument: ``only`` names a variant that no op has.
+        Unsupported: ``only`` names one that the target cannot have, or an op cannot serve the model; the message says why.
         ToolchainInvalid, RuleFailed: an input is not as pinned.
     """
     rules = tuple(ptx.load(options.rules or paths.patches() / "ptx"))
     tools = tuple(toolchain.inspect_toolchain())
     pins = {tool.name: tool.pin for tool in tools}
     patches = {op.name: tuple(patch.load(paths.patches(), op.data["patches"])) for op in ops}
+    sets = {op.name: source.source_set(op.folder) for op in ops}
     planned = []
-    for op in ops:
-        wanted = source.source_set(op.folder)
-        for variant in options.variants(op, target):
-            made = inputs.of_variant(op, variant, target, wanted, patches[op.name], rules, pins)
-            planned.append(Planned(op, variant, made))
-    return Plan(target, tuple(_chosen(planned, options)), rules, patches, tools)
+    for op, variant in _wanted(ops, target, options):
+        made = inputs.of_variant(op, variant, target, sets[op.name], patches[op.name], rules, pins)
+        planned.append(Planned(op, variant, made))
+    return Plan(target, tuple(planned), rules, patches, tools)
 
 
-def _chosen(planned: Sequence[Planned], options: Options) -> list[Planned]:
+def _wanted(ops: Sequence[Op], target: Target, options: Options) -> list[tuple[Op, Variant]]:
     if not options.only:
-        return list(planned)
-    by_name = {name: item for item in planned for name in (item.variant.id, item.variant.key)}
-    unknown = [name for name in options.only if name not in by_name]
-    if unknown:
-        known = "\n  ".join(item.variant.key for item in planned)
-        raise InvalidArgument(f"variant {unknown[0]!r}: profile {options.choice!r} has\n  {known}")
-    return list({by_name[name].variant.key: by_name[name] for name in options.only}.values())
+        return [(op, variant) for op in ops for variant in options.variants(op, target)]
+    found: dict[str, tuple[Op, Variant]] = {}
+    for name in options.only:
+        op, variant = _named(ops, target, name, options)
+        found[variant.key] = op, variant
+    return list(found.values())
+
+
+def _named(ops: Sequence[Op], target: Target, name: str, options: Options) -> tuple[Op, Variant]:
+    wanted, _, variant_id = name.rpartition("/")
+    for op in ops:
+        variant = op.named(target, variant_id) if wanted in ("", op.name) else None
+        if variant is not None:
+            return op, variant
+    known = "\n  ".join(variant.key for op in ops for variant in options.variants(op, target))
+    raise InvalidArgument(f"variant {name!r}: no op has it; profile {options.choice!r} has\n  {known}")
 
 
 def compile_all(made: Plan, options: Options, report: Reporter) -> dict[str, Built]:

@@ -79,7 +79,10 @@ def building(command: Callable[..., None]) -> Callable[..., None]:
         sm_option,
         retarget_option,
         click.option(
-            "--variant", "only", multiple=True, help="Only this variant (id or op/id); may be repeated."
+            "--variant",
+            "only",
+            multiple=True,
+            help="Only this variant (id or op/id), of the profile or not; may be repeated.",
         ),
         click.option(
             "--jobs",

@@ -131,6 +131,17 @@ class Op:
                 found[made.id] = made
         return [found[key] for key in sorted(found)]
 
+    def named(self, target: Target, name: str) -> Variant | None:
+        """The variant called ``name``, in a profile or not. None where it is no name of this op's.
+
+        Raises:
+            Unsupported: as ``variant``.
+        """
+        axes = _axes_named([(axis, _tags(spec)) for axis, spec in self.data["axes"].items()], name)
+        if axes is None or variant_id(self.data, axes) != name:
+            return None
+        return self.variant(target, axes)
+
     def _points(self, profile: str) -> Iterator[dict[str, AxisValue]]:
         defaults = self.data["defaults"]
         for group in self.data["profiles"][profile]:
@@ -148,14 +159,36 @@ class Op:
 
 def variant_id(data: Mapping[str, Any], axes: Mapping[str, AxisValue]) -> str:
     """Name of a point on the axes: each axis's tag for its value, joined by ``_``; empty tags vanish."""
-    tags = []
-    for axis, spec in data["axes"].items():
-        value = axes[axis]
-        if isinstance(value, bool):
-            tags.append(spec["tags"][1 if value else 0])
-        else:
-            tags.append(f"{spec.get('prefix', '')}{value}")
+    tags = [_tag(spec, axes[axis]) for axis, spec in data["axes"].items()]
     return "_".join(tag for tag in tags if tag)
+
+
+def _tag(axis: Mapping[str, Any], value: AxisValue) -> str:
+    if isinstance(value, bool):
+        return str(axis["tags"][1 if value else 0])
+    return f"{axis.get('prefix', '')}{value}"
+
+
+def _tags(axis: Mapping[str, Any]) -> dict[str, AxisValue]:
+    """Each value of an axis, by its tag."""
+    values = (False, True) if axis["type"] == "bool" else axis["values"]
+    return {_tag(axis, value): value for value in values}
+
+
+def _axes_named(
+    axes: Sequence[tuple[str, Mapping[str, AxisValue]]], name: str
+) -> dict[str, AxisValue] | None:
+    """The point whose tags spell ``name``."""
+    if not axes:
+        return None if name else {}
+    (axis, tags), *others = axes
+    for tag, value in tags.items():
+        if tag and name != tag and not name.startswith(f"{tag}_"):
+            continue
+        rest = _axes_named(others, name[len(tag) + 1 :] if tag else name)
+        if rest is not None:
+            return {axis: value, **rest}
+    return None
 
 
 def _check(path: Path, text: str, data: Any) -> None:

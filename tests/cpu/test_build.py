@@ -278,9 +278,20 @@ def test_other_words_in_the_manifest_are_another_bundle(tmp_path: Path, monkeypa
     assert build._identity(made, Options(), revision, signing_key()) != before
 
 
-def test_a_variant_that_the_profile_lacks_lists_what_is_there() -> None:
-    with pytest.raises(InvalidArgument, match=r"variant 'nope': profile 'default' has\n  gdn_prefill/"):
-        build.plan(OPS, SM90, Options(only=("nope",)))
+@pytest.mark.parametrize("name", ["nope", "gdn_prefill/nope", f"xqa_decode/{PACKED}", f"{PACKED}_", ""])
+def test_a_variant_that_no_op_has_lists_what_the_profile_has(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"variant '{name}': no op has it; profile 'default' has\n  gdn_pre"):
+        build.plan(OPS, SM90, Options(only=(name,)))
+
+
+def test_a_variant_of_no_profile_can_be_built_by_name() -> None:
+    name = "xqa_decode/f16_kve4m3_oe4m3_d48_g5_p32_window"
+    assert [p.variant.key for p in build.plan(OPS, SM90, Options(only=(name, name))).planned] == [name]
+
+
+def test_a_variant_that_the_target_cannot_have_says_why() -> None:
+    with pytest.raises(Unsupported, match="fp8_math needs SM90"):
+        build.plan(OPS, spec.parse_target("120", None, OPS), Options(only=("bf16_kve4m3_obf16_d128_g8_p16_fp8math",)))
 
 
 def test_an_sm_that_no_op_has_lists_those_that_are_there() -> None:

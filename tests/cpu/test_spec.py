@@ -45,3 +45,12 @@ def test_a_mistake_is_refused_with_its_field_every_time(folder: Path, old: str, 
         with pytest.raises(Malformed, match=r"kernel\.yaml") as refused:
             spec.load_op(folder)
         assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("sm", ["sm_90a", "sm_120a"])
+def test_the_name_of_a_variant_is_its_point_on_the_axes(sm: str) -> None:
+    for op in spec.load_ops():
+        target = spec.Target(sm)
+        for variant in op.variants(target, "full"):
+            found = op.named(target, variant.id)
+            assert found is not None and found == variant and found.axes == variant.axes
