@@ -14,6 +14,7 @@ from .errors import Capturing, InvalidArgument
 from .library import LIBRARY_FILE, Library, load_library
 from .op import Op
 from .policy import Policy
+from .statement import Statement
 from .tensors import stream_handle
 from .verify import verify_bundle
 
@@ -60,13 +61,17 @@ class Bundle:
 
     Attributes:
         path: the folder.
+        statement: its manifest, as far as it is vouched for.
         device: CUDA device ordinal that ``prepare`` uses unless told another; -1 is that of the current
             context.
     """
 
-    def __init__(self, library: Library, path: str, *, allow_validation: bool, device: int) -> None:
+    def __init__(
+        self, library: Library, path: str, statement: Statement, *, allow_validation: bool, device: int
+    ) -> None:
         """Open; see ``open_bundle``."""
         self.path = path
+        self.statement = statement
         self.device = device
         self._library = library
         self._lock = threading.Lock()
@@ -168,7 +173,9 @@ def open_bundle(
     verified = verify_bundle(path, policy=policy or Policy.default(), keep=(LIBRARY_FILE,))
     library = load_library(verified.read(LIBRARY_FILE))
     ordinal = -1 if device is None else device
-    return Bundle(library, os.fspath(path), allow_validation=allow_validation, device=ordinal)
+    return Bundle(
+        library, verified.path, verified.statement, allow_validation=allow_validation, device=ordinal
+    )
 
 
 def _refuse_torch_capture(op: str) -> None:

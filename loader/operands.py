@@ -37,6 +37,7 @@ class OpSpec:
         derive: config and args fields to the sizes that shapes name and args lack.
         config_defaults: config fields a caller may leave out.
         args_defaults: sizes and strides a caller may leave out.
+        tags: what each config field adds to a variant's name: a prefix of its value, or the words for False and True.
     """
 
     operands: Callable[[Mapping[str, Any]], Mapping[str, Operand]]
@@ -44,3 +45,13 @@ class OpSpec:
     derive: Callable[[Mapping[str, Any]], Mapping[str, int | None]]
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
     args_defaults: Mapping[str, Any] = field(default_factory=dict)
+    tags: Mapping[str, str | tuple[str, str]] = field(default_factory=dict)
+
+    def variant(self, config: Mapping[str, Any]) -> str:
+        """Name of the variant that ``config`` asks for."""
+        full = {**self.config_defaults, **config}
+        words = []
+        for field_name, tag in self.tags.items():
+            value = full[field_name]
+            words.append(tag[1 if value else 0] if isinstance(tag, tuple) else f"{tag}{value}")
+        return "_".join(word for word in words if word)

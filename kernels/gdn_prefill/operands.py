@@ -75,4 +75,15 @@ SPEC = OpSpec(
         "checkpoints": False,
     },
     args_defaults=dict.fromkeys(_ZERO_DEFAULTS, 0),
+    tags={
+        "dtype": "",
+        "state_dtype": "s",
+        "state_layout": "",
+        "index_dtype": "",
+        "initial_state": ("zero", "init"),
+        "pooled": ("packed", "pooled"),
+        "alpha": ("noalpha", "alpha"),
+        "beta": ("nobeta", "beta"),
+        "checkpoints": ("", "ckpt"),
+    },
 )

@@ -13,34 +13,21 @@ Every call that upstream serves and this does not raises an error of ``kernseal.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from kernseal.loader.bundle import Bundle
-from kernseal.loader.errors import InvalidArgument, NotPrepared, Unsupported
+from kernseal.loader import serving
+from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
+from kernseal.loader.serving import served_by, use_bundle
+
+__all__ = ["chunk_gated_delta_rule", "prepare", "use_bundle"]
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _STATE_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _INDEX_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
-
-_bundles: dict[int, Bundle] = {}
-_lock = threading.Lock()
-
-
-def use_bundle(bundle: Bundle, device: int | None = None) -> None:
-    """Let ``bundle`` serve a CUDA device, from now on.
-
-    Args:
-        bundle: an open bundle; the caller closes it.
-        device: the ordinal; None is torch's current device.
-    """
-    ordinal = torch.cuda.current_device() if device is None else device
-    with _lock:
-        _bundles[ordinal] = bundle
 
 
 def prepare(device: int | None = None, **axes: Any) -> Op:
@@ -54,8 +41,7 @@ def prepare(device: int | None = None, **axes: Any) -> Op:
         NotPrepared: no bundle serves the device.
         KernsealError: see ``Bundle.prepare``.
     """
-    ordinal = torch.cuda.current_device() if device is None else device
-    return _op(ordinal, axes)
+    return serving.prepare("gdn_prefill", device, **axes)
 
 
 def chunk_gated_delta_rule(
@@ -287,7 +273,9 @@ def _workspace(
 
 
 def _op(device: int, axes: Mapping[str, Any]) -> Op:
-    bundle = _bundles.get(device)
-    if bundle is None:
-        raise NotPrepared(f"no bundle serves cuda:{device}; call use_bundle first")
-    return bundle.prepare("gdn_prefill", device=device, **axes)
+    served = served_by(device)
+    ops, key = served.ops["gdn_prefill"], tuple(axes.values())
+    op = ops.get(key)
+    if op is None:
+        op = ops[key] = served.prepare("gdn_prefill", **axes)
+    return op

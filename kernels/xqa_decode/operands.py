@@ -80,4 +80,15 @@ SPEC = OpSpec(
         "semaphores_bytes": 0,
         "workspace_bytes": 0,
     },
+    tags={
+        "dtype": "",
+        "kv_dtype": "kv",
+        "out_dtype": "o",
+        "head_dim": "d",
+        "group_size": "g",
+        "page_size": "p",
+        "sliding_window": ("", "window"),
+        "spec_decode": ("", "spec"),
+        "fp8_math": ("", "fp8math"),
+    },
 )

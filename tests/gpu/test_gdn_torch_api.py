@@ -14,12 +14,13 @@ from gpu.problems import Case, call_args, ends, in_layout, make_inputs, rows_of,
 
 from kernseal.kernels.gdn_prefill import torch_api  # noqa: E402
 from kernseal.kernels.gdn_prefill.torch_api import chunk_gated_delta_rule, use_bundle  # noqa: E402
+from kernseal.loader import serving  # noqa: E402
 from kernseal.loader.errors import Capturing, InvalidArgument, NotPrepared, Unsupported  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def served(bundle: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch_api, "_bundles", {})
+    monkeypatch.setattr(serving, "_served", {})
     use_bundle(bundle)
     yield
 
@@ -220,7 +221,7 @@ def test_missing_offsets_and_a_missing_pool_are_refused() -> None:
 
 
 def test_a_device_without_a_bundle_is_refused() -> None:
-    torch_api._bundles.clear()
+    serving._served.clear()
     x = make_inputs(Case(lengths=(4,)))
     with pytest.raises(NotPrepared, match="use_bundle"):
         chunk_gated_delta_rule(x.q, x.k, x.v, cu_seqlens=ends((4,)))

@@ -1,0 +1,114 @@
+"""Which bundle serves which CUDA device, for functions that are called with tensors and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Any
+
+from .bundle import Bundle
+from .errors import NotPrepared, Unsupported
+from .op import Op, load_spec
+
+
+class Served:
+    """A bundle that serves one CUDA device.
+
+    Attributes:
+        bundle: the open bundle.
+        device: the ordinal.
+        ops: for each op what its callers have prepared, under keys of their own: the look-up that a call pays for.
+    """
+
+    def __init__(self, bundle: Bundle, device: int) -> None:
+        self.bundle = bundle
+        self.device = device
+        self.ops: defaultdict[str, dict[Hashable, Op]] = defaultdict(dict)
+
+    @property
+    def sm(self) -> str:
+        """The SM whose kernels these are, also where they were rebuilt for another one."""
+        return self.bundle.statement.sm
+
+    def prepare(self, op: str, **axes: Any) -> Op:
+        """As ``Bundle.prepare`` on this device; what the bundle lacks is reported with the command that builds it.
+
+        Raises:
+            KernsealError: see ``Bundle.prepare``.
+        """
+        try:
+            return self.bundle.prepare(op, device=self.device, **axes)
+        except Unsupported as error:
+            command = build_command(self.bundle, op, axes)
+            raise Unsupported(f"{error}; to build it, or to read why nothing does it: {command}") from None
+
+
+_served: dict[int, Served] = {}
+_lock = threading.Lock()
+
+
+def use_bundle(bundle: Bundle, device: int | None = None) -> None:
+    """Let ``bundle`` serve a CUDA device, from now on.
+
+    Args:
+        bundle: an open bundle; the caller closes it.
+        device: the ordinal; None is torch's current device.
+    """
+    ordinal = _ordinal(device)
+    with _lock:
+        _served[ordinal] = Served(bundle, ordinal)
+
+
+def served_by(device: int) -> Served:
+    """Return what serves a CUDA device.
+
+    Raises:
+        NotPrepared: nothing does.
+    """
+    found = _served.get(device)
+    if found is None:
+        raise NotPrepared(
+            f"no bundle serves {device_name(device)}; call kernseal.loader.serving.use_bundle first"
+        )
+    return found
+
+
+def device_name(device: int) -> str:
+    return "the host" if device < 0 else f"cuda:{device}"
+
+
+def prepare(op: str, device: int | None = None, **axes: Any) -> Op:
+    """Prepare a variant ahead of the first call, for instance before a graph is captured.
+
+    Args:
+        op: its name.
+        device: the ordinal; None is torch's current device.
+        axes: as for ``Bundle.prepare``.
+
+    Raises:
+        NotPrepared: no bundle serves the device.
+        KernsealError: see ``Bundle.prepare``.
+    """
+    return served_by(_ordinal(device)).prepare(op, **axes)
+
+
+def build_command(bundle: Bundle, op: str, axes: dict[str, Any]) -> str:
+    """The command that builds a variant for the target of ``bundle``."""
+    statement = bundle.statement
+    words = ["kernseal build --sm", _short(statement.sm)]
+    if statement.retarget is not None:
+        words += ["--retarget", _short(statement.retarget)]
+    return " ".join([*words, "--variant", f"{op}/{load_spec(op).variant(axes)}"])
+
+
+def _short(sm: str) -> str:
+    return sm.removeprefix("sm_").removesuffix("a")
+
+
+def _ordinal(device: int | None) -> int:
+    if device is not None:
+        return device
+    import torch
+
+    return int(torch.cuda.current_device())
