@@ -1,0 +1,337 @@
+"""``xqa`` for torch, with the arguments of ``flashinfer.xqa.xqa``.
+
+Say once which bundle serves a device, then call::
+
+    use_bundle(open_bundle("dist/sm_90a-linux-x86_64"))
+    xqa(q, k_cache, v_cache, page_table, seq_lens, output, workspace, semaphores, num_kv_heads, page_size)
+
+Every call that upstream serves and this does not raises an error of ``kernseal.loader.errors``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from kernseal.loader import serving
+from kernseal.loader.errors import InvalidArgument, KernsealError, Unsupported
+from kernseal.loader.op import Op
+from kernseal.loader.serving import Served, served_by, use_bundle
+
+__all__ = ["REPLACES", "prepare", "use_bundle", "xqa"]
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_OUT_DTYPES = {**_DTYPES, torch.float8_e4m3fn: "e4m3"}
+_KV_DTYPES = {**_OUT_DTYPES, torch.int8: "i8", torch.uint8: "nvfp4"}
+_F32 = (torch.float32,)
+_I32 = (torch.int32,)
+_LENGTHS = (torch.int32, torch.uint32)
+_FP4_SCALES = (torch.uint8, torch.float8_e4m3fn)
+_MASK_BYTES = {torch.uint16: 2, torch.int16: 2, torch.uint32: 4, torch.int32: 4}
+
+_FP4_PER_BYTE = 2
+_FP4_PER_SCALE = 16
+_MASK_BITS = 32
+_FP8_MATH_SM = "sm_90a"
+_FP8_MATH_HEAD_DIM = 256
+
+
+def prepare(device: int | None = None, **axes: Any) -> Op:
+    """Prepare a variant ahead of the first call, for instance before a graph is captured.
+
+    Args:
+        device: the ordinal; None is torch's current device.
+        axes: as for ``Bundle.prepare``.
+
+    Raises:
+        NotPrepared: no bundle serves the device.
+        KernsealError: see ``Bundle.prepare``.
+    """
+    return serving.prepare("xqa_decode", device, **axes)
+
+
+def xqa(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    semaphores: torch.Tensor,
+    num_kv_heads: int,
+    page_size: int,
+    sinks: torch.Tensor | None = None,
+    q_scale: float | torch.Tensor = 1.0,
+    kv_scale: float | torch.Tensor = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: torch.Tensor | None = None,
+    *,
+    q_cu_seq_lens: torch.Tensor | None = None,
+    k_sf_cache: torch.Tensor | None = None,
+    v_sf_cache: torch.Tensor | None = None,
+    fp8_math: bool | None = None,
+    kv_splits: int = 0,
+) -> None:
+    """Attention of one query token a sequence, or of a few drafts, over a paged cache, on torch's current stream.
+
+    A variant is prepared at its first use on a device. An empty batch is a call that writes nothing.
+
+    Args:
+        q: [B, 1, Hq, D], bfloat16 or float16, dense; with drafts [B, 1, q_seq_len, Hq, D], with ``q_cu_seq_lens``
+            [R, Hq, D].
+        k_cache: [num_pages, page_size, Hkv, D] (NHD) or [num_pages, Hkv, page_size, D] (HND): of q's type,
+            float8_e4m3fn or int8; uint8 is NVFP4, [.., D / 2]. A slice of a wider tensor will do.
+        v_cache: as ``k_cache``, with the same strides.
+        page_table: [B, pages] int32.
+        seq_lens: [B] or [B, 1], uint32 or int32.
+        output: as many elements as ``q``, dense, of q's type or float8_e4m3fn (which needs an e4m3 cache). Written.
+        workspace_buffer: scratch of any type, 128-byte aligned; too small a one is refused with the size that is needed.
+        semaphores: memory of any type, zero before the first call; as ``workspace_buffer``.
+        sinks: Hq float32.
+        q_scale: a number, or one float32 on the device.
+        kv_scale: likewise, for caches of 8 and 4 bits. With one of 16 bits a tensor is not read and a number must be 1.
+        sliding_win_size: positions that count; 0 or less is all of them.
+        sm_count: None or the device's own: how the work is split does not follow from it, see ``kv_splits``.
+        enable_pdl: let the launch begin while the kernel before it is ending; None is yes.
+        rcp_out_scale: multiplies a float8 output; otherwise 1.
+        q_seq_len: query tokens of a sequence; of the longest with ``q_cu_seq_lens``.
+        mask: [.., 2 * ceil(q_seq_len / 32)] uint16, one row for each query token; needed for drafts, else not read.
+        q_cu_seq_lens: [B + 1] int32 or uint32, where the query tokens of each sequence begin.
+        k_sf_cache, v_sf_cache: scales of an NVFP4 cache, [.., D / 16] uint8 or float8_e4m3fn, shaped like the cache.
+        fp8_math: multiply in e4m3. Not an argument of upstream, which always does with an e4m3 cache on SM90 where it
+            can; None is that, for one query token and a head of up to 256.
+        kv_splits: most thread blocks that share a sequence. Not an argument of upstream. 0 gives the same bits whatever
+            else is in the batch; -1 fills the device, as upstream does.
+
+    Raises:
+        Unsupported: an argument asks for what these kernels do not do, or the bundle lacks the variant; the message has
+            the command that builds it.
+        InvalidArgument: a tensor's device, type, shape or strides do not fit.
+        WorkspaceTooSmall: ``workspace_buffer`` or ``semaphores``; the message has the size that is needed.
+        Capturing: under graph capture before the variant was prepared.
+        NotPrepared: no bundle serves the device; see ``use_bundle``.
+    """
+    device = q.get_device()
+    served = served_by(device)
+    *tokens, num_q_heads, head_dim = q.shape
+    batch_size, q_rows = seq_lens.numel(), math.prod(tokens)
+    ragged, drafts, window = q_cu_seq_lens is not None, q_seq_len > 1, max(sliding_win_size, 0)
+    uniform = tokens[:1] == [batch_size] and q_rows == batch_size * q_seq_len
+    if not tokens or not (ragged or uniform):
+        expected = f"{batch_size} sequences of {q_seq_len} tokens"
+        raise InvalidArgument(f"q: shape {tuple(q.shape)}; expected {expected}, heads and their elements")
+    if sm_count is not None and sm_count != _sm_count(device):
+        raise Unsupported(f"sm_count is {sm_count}; it must be None or {_sm_count(device)}; see kv_splits")
+    wanted = _Wanted(
+        q.dtype,
+        k_cache.dtype,
+        output.dtype,
+        head_dim,
+        num_q_heads // max(num_kv_heads, 1),
+        page_size,
+        window > 0,
+        drafts,
+        fp8_math,
+    )
+    op = served.ops["xqa_decode"].get(wanted)
+    if op is None:
+        op = served.ops["xqa_decode"][wanted] = _prepare(served, wanted)
+    if q_rows == 0 and ragged:
+        return
+    fp4 = k_cache.dtype == torch.uint8
+    num_pages = k_cache.shape[0]
+    pool = num_pages, page_size, num_kv_heads, head_dim // _FP4_PER_BYTE if fp4 else head_dim
+    k, kv_strides = _pool("k_cache", k_cache, (k_cache.dtype,), pool, kv_layout, device)
+    v, v_strides = _pool("v_cache", v_cache, (k_cache.dtype,), pool, kv_layout, device)
+    if v_strides != kv_strides:
+        raise InvalidArgument(f"v_cache: strides {v_cache.stride()}; k_cache has {k_cache.stride()}")
+    k_scales, v_scales, scale_strides = 0, 0, (0, 0, 0)
+    if fp4:
+        pool = num_pages, page_size, num_kv_heads, head_dim // _FP4_PER_SCALE
+        k_scales, scale_strides = _pool("k_sf_cache", k_sf_cache, _FP4_SCALES, pool, kv_layout, device)
+        v_scales, v_strides = _pool("v_sf_cache", v_sf_cache, _FP4_SCALES, pool, kv_layout, device)
+        if v_strides != scale_strides:
+            raise InvalidArgument("v_sf_cache: its strides must be those of k_sf_cache")
+    max_pages = page_table.shape[-1]
+    q_scale_value, q_scale_ptr = _scale("q_scale", q_scale, device)
+    kv_scale_value, kv_scale_ptr = _scale("kv_scale", kv_scale, device)
+    run = {
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "q_len": q_seq_len,
+        "kv_splits": kv_splits,
+        "window": window,
+        "pdl": 1 if enable_pdl is None or enable_pdl else 0,
+        "q_scale": q_scale_value,
+        "kv_scale": kv_scale_value,
+        "rcp_out_scale": rcp_out_scale,
+        "batch_size": batch_size,
+        "q_rows": q_rows,
+        "num_pages": num_pages,
+        "max_pages_per_seq": max_pages,
+        "max_seq_len": 0,
+        "kv_page_stride": kv_strides[0],
+        "kv_token_stride": kv_strides[1],
+        "kv_head_stride": kv_strides[2],
+        "scale_page_stride": scale_strides[0],
+        "scale_token_stride": scale_strides[1],
+        "scale_head_stride": scale_strides[2],
+        "q": _address("q", q, (q.dtype,), q_rows * num_q_heads * head_dim, device),
+        "k": k,
+        "v": v,
+        "k_scales": k_scales,
+        "v_scales": v_scales,
+        "o": _address("output", output, (output.dtype,), q_rows * num_q_heads * head_dim, device),
+        "page_table": _address("page_table", page_table, _I32, batch_size * max_pages, device),
+        "seq_lens": _address("seq_lens", seq_lens, _LENGTHS, batch_size, device),
+        "q_cu_lens": _optional("q_cu_seq_lens", q_cu_seq_lens, _LENGTHS, batch_size + 1, device),
+        "mask": _mask(mask, q_rows, q_seq_len, device) if drafts else 0,
+        "sinks": _optional("sinks", sinks, _F32, num_q_heads, device),
+        "q_scale_ptr": q_scale_ptr,
+        "kv_scale_ptr": 0 if k_cache.dtype == q.dtype else kv_scale_ptr,
+        "semaphores": _memory("semaphores", semaphores, device),
+        "semaphores_bytes": semaphores.nbytes,
+        "workspace": _memory("workspace_buffer", workspace_buffer, device),
+        "workspace_bytes": workspace_buffer.nbytes,
+        "stream": torch.cuda.current_stream(device).cuda_stream,
+    }
+    if torch.cuda.current_device() == device:
+        op.launch(**run)
+    else:
+        with torch.cuda.device(device):
+            op.launch(**run)
+
+
+REPLACES = {"flashinfer.xqa": {"xqa": xqa}}
+"""What stands where in FlashInfer; see ``kernseal.loader.flashinfer``."""
+
+
+@cache
+def _sm_count(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class _Wanted(NamedTuple):
+    """What decides the variant."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    out_dtype: torch.dtype
+    head_dim: int
+    group_size: int
+    page_size: int
+    window: bool
+    drafts: bool
+    fp8_math: bool | None
+
+
+def _prepare(served: Served, wanted: _Wanted) -> Op:
+    dtype, kv_dtype = _name(_DTYPES, "q", wanted.dtype), _name(_KV_DTYPES, "k_cache", wanted.kv_dtype)
+    fp8_math = wanted.fp8_math
+    if fp8_math is None:
+        can = kv_dtype == "e4m3" and wanted.head_dim <= _FP8_MATH_HEAD_DIM and not wanted.drafts
+        fp8_math = can and served.sm == _FP8_MATH_SM
+    return served.prepare(
+        "xqa_decode",
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        out_dtype=_name(_OUT_DTYPES, "output", wanted.out_dtype),
+        head_dim=wanted.head_dim,
+        group_size=wanted.group_size,
+        page_size=wanted.page_size,
+        sliding_window=wanted.window,
+        spec_decode=wanted.drafts,
+        fp8_math=fp8_math,
+    )
+
+
+def _name(names: Mapping[torch.dtype, str], field: str, dtype: torch.dtype) -> str:
+    found = names.get(dtype)
+    if found is None:
+        raise Unsupported(f"{field}: {dtype}; supported: {', '.join(str(d) for d in names)}")
+    return found
+
+
+def _wrong_device(name: str, tensor: torch.Tensor, device: int) -> KernsealError:
+    return InvalidArgument(f"{name}: is on {tensor.device}; expected {serving.device_name(device)}")
+
+
+def _memory(name: str, tensor: torch.Tensor, device: int) -> int:
+    if tensor.get_device() != device:
+        raise _wrong_device(name, tensor, device)
+    if not tensor.is_contiguous():
+        raise InvalidArgument(f"{name}: strides {tensor.stride()}; must be dense")
+    return int(tensor.data_ptr())
+
+
+def _address(
+    name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype], count: int, device: int
+) -> int:
+    if tensor.dtype not in dtypes:
+        raise InvalidArgument(f"{name}: {tensor.dtype}; supported: {', '.join(str(d) for d in dtypes)}")
+    if tensor.numel() != count:
+        raise InvalidArgument(f"{name}: shape {tuple(tensor.shape)}; expected {count} elements")
+    return _memory(name, tensor, device)
+
+
+def _optional(
+    name: str, tensor: torch.Tensor | None, dtypes: Collection[torch.dtype], count: int, device: int
+) -> int:
+    return 0 if tensor is None else _address(name, tensor, dtypes, count, device)
+
+
+def _scale(name: str, scale: float | torch.Tensor, device: int) -> tuple[float, int]:
+    """The number, and where it is instead."""
+    if isinstance(scale, torch.Tensor):
+        return 1.0, _address(name, scale, _F32, 1, device)
+    return scale, 0
+
+
+def _mask(mask: torch.Tensor | None, rows: int, q_len: int, device: int) -> int:
+    if mask is None:
+        raise InvalidArgument(f"mask: missing; q_seq_len is {q_len}")
+    size = _MASK_BYTES.get(mask.dtype, 1)
+    words = rows * math.ceil(q_len / _MASK_BITS)
+    return _address("mask", mask, _MASK_BYTES, words * _MASK_BITS // (8 * size), device)
+
+
+def _pool(
+    name: str,
+    pool: torch.Tensor | None,
+    dtypes: Collection[torch.dtype],
+    shape: tuple[int, int, int, int],
+    layout: str,
+    device: int,
+) -> tuple[int, tuple[int, int, int]]:
+    """The address and the distances of pages, tokens and heads. ``shape`` is NHD."""
+    if pool is None:
+        raise InvalidArgument(f"{name}: missing; a uint8 cache is NVFP4")
+    pages, tokens, heads, width = shape
+    if layout == "HND":
+        shape = pages, heads, tokens, width
+    elif layout != "NHD":
+        raise InvalidArgument(f"kv_layout is {layout!r}; it must be NHD or HND")
+    if pool.shape != shape:
+        raise InvalidArgument(f"{name}: shape {tuple(pool.shape)}; expected {shape} ({layout})")
+    if pool.dtype not in dtypes:
+        raise InvalidArgument(f"{name}: {pool.dtype}; supported: {', '.join(str(d) for d in dtypes)}")
+    if pool.get_device() != device:
+        raise _wrong_device(name, pool, device)
+    page, token, head, dense = pool.stride()
+    if layout == "HND":
+        token, head = head, token
+    # What there is only one of may have any stride.
+    page, head = page if pages > 1 else width, head if heads > 1 else width
+    if dense != 1 or 0 in (page, token, head):
+        raise InvalidArgument(f"{name}: strides {pool.stride()}; the last must be 1 and none of the others 0")
+    return int(pool.data_ptr()), (page, token, head)
