@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from .bundle import Bundle
@@ -55,9 +55,23 @@ def use_bundle(bundle: Bundle, device: int | None = None) -> None:
         bundle: an open bundle; the caller closes it.
         device: the ordinal; None is torch's current device.
     """
+    serve(bundle, device)
+
+
+def serve(bundle: Bundle, device: int | None = None) -> Callable[[], None]:
+    """``use_bundle``, and what undoes it: the device is served as it was before."""
     ordinal = _ordinal(device)
     with _lock:
+        before = _served.get(ordinal)
         _served[ordinal] = Served(bundle, ordinal)
+
+    def undo() -> None:
+        with _lock:
+            _served.pop(ordinal)
+            if before is not None:
+                _served[ordinal] = before
+
+    return undo
 
 
 def served_by(device: int) -> Served:

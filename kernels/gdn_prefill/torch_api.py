@@ -23,7 +23,7 @@ from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import served_by, use_bundle
 
-__all__ = ["chunk_gated_delta_rule", "prepare", "use_bundle"]
+__all__ = ["REPLACES", "chunk_gated_delta_rule", "prepare", "use_bundle"]
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _STATE_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -172,6 +172,13 @@ def chunk_gated_delta_rule(
             stream=torch.cuda.current_stream().cuda_stream,
         )
     return (output, states.logical_final) if output_final_state else output
+
+
+REPLACES = {
+    "flashinfer.gdn_prefill": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+    "flashinfer": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+}
+"""What stands where in FlashInfer; see ``kernseal.loader.flashinfer``."""
 
 
 def _refuse(**asked: tuple[bool, str]) -> None:

@@ -212,7 +212,7 @@ def xqa(
             op.launch(**run)
 
 
-REPLACES = {"flashinfer.xqa": {"xqa": xqa}}
+REPLACES = {"flashinfer.xqa": {"xqa": xqa}, "flashinfer": {"xqa": xqa}}
 """What stands where in FlashInfer; see ``kernseal.loader.flashinfer``."""
 
 

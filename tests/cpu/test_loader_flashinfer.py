@@ -1,0 +1,225 @@
+"""``installed``: every name of FlashInfer's functions is kernseal's inside, and what it was outside."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from kernseal.export import source  # noqa: E402
+from kernseal.loader import flashinfer, serving  # noqa: E402
+from kernseal.loader.errors import InvalidArgument, Missing, NotPrepared, Unsupported  # noqa: E402
+from kernseal.loader.flashinfer import install, installed, uninstall  # noqa: E402
+
+DEVICE = 5
+FILES = {
+    "__init__.py": "__version__ = '9.8.7'\nfrom .add import add as add\nfrom . import users\n",
+    "add.py": "def add(a, b):\n    return f'theirs {a}+{b}'\n",
+    "users.py": "from .add import add as plus\ndef use(a, b):\n    return plus(a, b)\n",
+    "late.py": "from .add import add\n",
+    "compiled.py": "import a_compiler_that_is_not_there\ndef mul(a, b):\n    pass\n",
+    "broken.py": "import flashinfer.nothing\n",
+}
+
+
+def add(a: int, b: int, *, places: int = 0) -> str:
+    if a < 0:
+        raise Unsupported(f"a is {a}")
+    if b < 0:
+        raise InvalidArgument(f"b is {b}")
+    return f"ours {a}+{b} {places}"
+
+
+def mul(a: int, b: int) -> str:
+    return f"ours {a}*{b}"
+
+
+REPLACES = {"flashinfer": {"add": add}, "flashinfer.add": {"add": add}}
+WITH_COMPILED = {
+    **REPLACES,
+    "flashinfer": {"add": add, "mul": mul},
+    "flashinfer.compiled": {"mul": mul, "times": mul},
+}
+
+
+@pytest.fixture
+def replaces() -> Mapping[str, Mapping[str, Callable[..., Any]]]:
+    return REPLACES
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: Mapping[str, Any]) -> Iterator[None]:
+    """A small flashinfer, and what replaces its functions."""
+    folder = tmp_path / "flashinfer"
+    folder.mkdir()
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(flashinfer, "_replacements", lambda: replaces)
+    monkeypatch.setattr(serving, "_served", {})
+    yield
+    assert flashinfer._installations == []
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def bundle(version: str = "9.8.7") -> Any:
+    uris = [f"pkg:pypi/flashinfer-python@{version}#some/file", f"pkg:pypi/flashinfer-python@{version}"]
+    definition = {"resolvedDependencies": [{"uri": uri} for uri in uris]}
+    document = {"predicate": {"buildDefinition": definition}}
+    return SimpleNamespace(statement=SimpleNamespace(document=document))
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def names() -> dict[str, dict[str, object]]:
+    """Everything that FlashInfer's modules hold, by identity."""
+    return {
+        name: dict(vars(found))
+        for name, found in sys.modules.items()
+        if name.partition(".")[0] == "flashinfer"
+    }
+
+
+def test_every_name_is_replaced_and_restored() -> None:
+    package = module("flashinfer")
+    before = names()
+    opened = bundle()
+    with installed(opened, device=DEVICE):
+        assert serving.served_by(DEVICE).bundle is opened
+        assert package.add is module("flashinfer.add").add is package.users.plus is add
+        assert package.users.use(1, 2) == "ours 1+2 0"
+    assert names() == before
+    with pytest.raises(NotPrepared):
+        serving.served_by(DEVICE)
+    assert package.users.use(1, 2) == "theirs 1+2"
+
+
+def test_a_module_that_is_imported_inside_is_restored_as_well() -> None:
+    with installed(bundle(), device=DEVICE):
+        assert module("flashinfer.late").add is add
+    assert module("flashinfer.late").add(1, 2) == "theirs 1+2"
+
+
+def test_an_error_inside_restores() -> None:
+    with pytest.raises(ZeroDivisionError), installed(bundle(), device=DEVICE):
+        raise ZeroDivisionError
+    assert module("flashinfer").add(1, 2) == "theirs 1+2"
+
+
+def test_installations_nest_and_the_innermost_counts() -> None:
+    package, before = module("flashinfer"), names()
+    outer, inner = bundle(), bundle()
+    with installed(outer, device=DEVICE, places=1):
+        with installed(inner, device=DEVICE), installed(inner, device=DEVICE, places=2):
+            assert package.users.use(1, 2) == "ours 1+2 2"
+            assert serving.served_by(DEVICE).bundle is inner
+        assert package.users.use(1, 2) == package.add(1, 2) == "ours 1+2 1"
+        assert serving.served_by(DEVICE).bundle is outer
+        assert package.add(1, 2, places=7) == "ours 1+2 7"
+    assert names() == before
+
+
+def test_install_and_uninstall_without_a_block() -> None:
+    install(bundle(), device=DEVICE)
+    assert module("flashinfer").add is add
+    uninstall()
+    assert module("flashinfer").add is not add
+    with pytest.raises(InvalidArgument, match="nothing is installed"):
+        uninstall()
+
+
+def test_what_a_bundle_lacks_raises_unless_it_may_fall_through() -> None:
+    package = module("flashinfer")
+    with installed(bundle(), device=DEVICE), pytest.raises(Unsupported, match="a is -1"):
+        package.users.use(-1, 2)
+    with installed(bundle(), device=DEVICE, missing="fall_through", places=3):
+        assert package.users.use(-1, 2) == "theirs -1+2"
+        assert package.users.use(1, 2) == "ours 1+2 3"
+        with pytest.raises(InvalidArgument, match="b is -2"):
+            package.users.use(1, -2)
+
+
+def test_bad_arguments_change_nothing() -> None:
+    module("flashinfer")
+    before = names()
+    with pytest.raises(InvalidArgument, match="missing is 'ignore'; it must be raise or fall_through"):
+        install(bundle(), device=DEVICE, missing="ignore")
+    with pytest.raises(InvalidArgument, match="digits, size: no function that is installed takes it"):
+        install(bundle(), device=DEVICE, size=1, digits=2)
+    assert names() == before
+
+
+def test_another_version_is_refused_unless_allowed() -> None:
+    words = "flashinfer is 9.8.7; the bundle's kernels are from 0.7.4; any_version=True accepts it"
+    with pytest.raises(Unsupported, match=words):
+        install(bundle("0.7.4"), device=DEVICE)
+    with installed(bundle("0.7.4"), device=DEVICE, any_version=True):
+        assert module("flashinfer").add is add
+
+
+def test_no_flashinfer_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(Missing, match="flashinfer: cannot be imported"):
+        install(bundle(), device=DEVICE)
+
+
+@pytest.mark.parametrize("replaces", [{**REPLACES, "flashinfer.users": {"nothing": mul}}])
+def test_a_function_that_is_not_there_is_refused_and_nothing_stays_replaced() -> None:
+    module("flashinfer")
+    before = names()
+    with pytest.raises(Unsupported, match=r"flashinfer.users has no nothing"):
+        install(bundle(), device=DEVICE)
+    assert names() == before
+
+
+@pytest.mark.parametrize("replaces", [{"flashinfer.gone": {"mul": mul}}, {"flashinfer.broken": {"mul": mul}}])
+def test_a_module_that_is_not_there_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"flashinfer.*No module named 'flashinfer\.(gone|nothing)'"):
+        install(bundle(), device=DEVICE)
+
+
+@pytest.mark.parametrize("replaces", [WITH_COMPILED])
+def test_a_module_whose_compiler_is_not_there_has_a_stand_in_meanwhile() -> None:
+    package = module("flashinfer")
+    before = names()
+    with pytest.raises(ModuleNotFoundError, match="a_compiler"):
+        module("flashinfer.compiled")
+    with installed(bundle(), device=DEVICE, missing="fall_through"):
+        assert module("flashinfer.compiled").mul(2, 3) == package.mul(2, 3) == "ours 2*3"
+        assert package.compiled.times is mul
+        with installed(bundle(), device=DEVICE):
+            assert package.mul(2, 3) == "ours 2*3"
+    assert names() == before
+    with pytest.raises(ModuleNotFoundError, match="a_compiler"):
+        module("flashinfer.compiled")
+
+
+def test_every_op_replaces_what_the_pinned_flashinfer_has_with_the_same_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    with zipfile.ZipFile(source.fetch_wheel(source.upstream())) as wheel:
+        for name, functions in flashinfer._replacements().items():
+            if name == "flashinfer":
+                continue
+            tree = ast.parse(wheel.read(f"{name.replace('.', '/')}.py"))
+            defined = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
+            for attribute, function in functions.items():
+                theirs = [a.arg for a in (*defined[attribute].args, *defined[attribute].kwonlyargs)]
+                ours = list(inspect.signature(function).parameters)
+                assert ours[: len(theirs)] == theirs, f"{name}.{attribute}"
