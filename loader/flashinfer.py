@@ -137,9 +137,11 @@ class _Installation:
             ours = self._with_keywords(function)
             if self._missing == "fall_through":
                 ours = _fall_through(ours, theirs)
+            elif known is not None:  # what takes the place of two is two: each name finds its own way back
+                ours = functools.partial(ours)
             self._made[function] = ours
-            _rename(theirs, ours)
-            self._undo.append(lambda: _rename(ours, theirs))
+            rename(theirs, ours)
+            self._undo.append(lambda: rename(ours, theirs))
 
     def undo(self) -> None:
         while self._undo:
@@ -213,8 +215,8 @@ def _fall_through(ours: Function, theirs: Function) -> Function:
     return call
 
 
-def _rename(old: object, new: object) -> None:
-    """Give every name of ``old`` in FlashInfer's modules to ``new``."""
+def rename(old: object, new: object) -> None:
+    """Give every name that ``old`` has in FlashInfer's modules to ``new``."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == PACKAGE and isinstance(module, ModuleType):
             for attribute, value in list(vars(module).items()):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernseal.loader import serving
+from kernseal.loader.addresses import dtype_name
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import served_by, use_bundle
@@ -139,10 +140,10 @@ def chunk_gated_delta_rule(
         op = _op(
             q.get_device(),
             {
-                "dtype": _name(_DTYPES, "q", q.dtype),
-                "state_dtype": _name(_STATE_DTYPES, "state", states.final.dtype),
+                "dtype": dtype_name(_DTYPES, "q", q.dtype),
+                "state_dtype": dtype_name(_STATE_DTYPES, "state", states.final.dtype),
                 "state_layout": "hkv" if states.transposed else "hvk",
-                "index_dtype": _name(_INDEX_DTYPES, "cu_seqlens", cu_seqlens.dtype),
+                "index_dtype": dtype_name(_INDEX_DTYPES, "cu_seqlens", cu_seqlens.dtype),
                 "initial_state": states.initial is not None,
                 "pooled": states.read_rows is not None,
                 "alpha": g is not None,
@@ -185,13 +186,6 @@ def _refuse(**asked: tuple[bool, str]) -> None:
     for name, (given, instead) in asked.items():
         if given:
             raise Unsupported(f"{name}: not supported; {instead}")
-
-
-def _name(names: Mapping[torch.dtype, str], field: str, dtype: torch.dtype) -> str:
-    found = names.get(dtype)
-    if found is None:
-        raise Unsupported(f"{field}: {dtype}; supported: {', '.join(str(d) for d in names)}")
-    return found
 
 
 class _States(NamedTuple):

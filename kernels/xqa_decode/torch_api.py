@@ -11,14 +11,23 @@ Every call that upstream serves and this does not raises an error of ``kernseal.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from functools import cache
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
 
 from kernseal.loader import serving
-from kernseal.loader.errors import InvalidArgument, KernsealError, Unsupported
+from kernseal.loader.addresses import (
+    check_dtype,
+    check_sm_count,
+    dense,
+    dtype_name,
+    memory,
+    on_device,
+    optional,
+    scale,
+)
+from kernseal.loader.errors import InvalidArgument
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
 
@@ -130,8 +139,7 @@ def xqa(
     if not tokens or not (ragged or uniform):
         expected = f"{batch_size} sequences of {q_seq_len} tokens"
         raise InvalidArgument(f"q: shape {tuple(q.shape)}; expected {expected}, heads and their elements")
-    if sm_count is not None and sm_count != _sm_count(device):
-        raise Unsupported(f"sm_count is {sm_count}; it must be None or {_sm_count(device)}; see kv_splits")
+    check_sm_count(sm_count, device)
     wanted = _Wanted(
         q.dtype,
         k_cache.dtype,
@@ -163,8 +171,8 @@ def xqa(
         if v_strides != scale_strides:
             raise InvalidArgument("v_sf_cache: its strides must be those of k_sf_cache")
     max_pages = page_table.shape[-1]
-    q_scale_value, q_scale_ptr = _scale("q_scale", q_scale, device)
-    kv_scale_value, kv_scale_ptr = _scale("kv_scale", kv_scale, device)
+    q_scale_value, q_scale_ptr = scale("q_scale", q_scale, _F32, device)
+    kv_scale_value, kv_scale_ptr = scale("kv_scale", kv_scale, _F32, device)
     run = {
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,
@@ -186,22 +194,22 @@ def xqa(
         "scale_page_stride": scale_strides[0],
         "scale_token_stride": scale_strides[1],
         "scale_head_stride": scale_strides[2],
-        "q": _address("q", q, (q.dtype,), q_rows * num_q_heads * head_dim, device),
+        "q": dense("q", q, (q.dtype,), q_rows * num_q_heads * head_dim, device),
         "k": k,
         "v": v,
         "k_scales": k_scales,
         "v_scales": v_scales,
-        "o": _address("output", output, (output.dtype,), q_rows * num_q_heads * head_dim, device),
-        "page_table": _address("page_table", page_table, _I32, batch_size * max_pages, device),
-        "seq_lens": _address("seq_lens", seq_lens, _LENGTHS, batch_size, device),
-        "q_cu_lens": _optional("q_cu_seq_lens", q_cu_seq_lens, _LENGTHS, batch_size + 1, device),
+        "o": dense("output", output, (output.dtype,), q_rows * num_q_heads * head_dim, device),
+        "page_table": dense("page_table", page_table, _I32, batch_size * max_pages, device),
+        "seq_lens": dense("seq_lens", seq_lens, _LENGTHS, batch_size, device),
+        "q_cu_lens": optional("q_cu_seq_lens", q_cu_seq_lens, _LENGTHS, batch_size + 1, device),
         "mask": _mask(mask, q_rows, q_seq_len, device) if drafts else 0,
-        "sinks": _optional("sinks", sinks, _F32, num_q_heads, device),
+        "sinks": optional("sinks", sinks, _F32, num_q_heads, device),
         "q_scale_ptr": q_scale_ptr,
         "kv_scale_ptr": 0 if k_cache.dtype == q.dtype else kv_scale_ptr,
-        "semaphores": _memory("semaphores", semaphores, device),
+        "semaphores": memory("semaphores", semaphores, device),
         "semaphores_bytes": semaphores.nbytes,
-        "workspace": _memory("workspace_buffer", workspace_buffer, device),
+        "workspace": memory("workspace_buffer", workspace_buffer, device),
         "workspace_bytes": workspace_buffer.nbytes,
         "stream": torch.cuda.current_stream(device).cuda_stream,
     }
@@ -214,11 +222,6 @@ def xqa(
 
 REPLACES = {"flashinfer.xqa": {"xqa": xqa}, "flashinfer": {"xqa": xqa}}
 """What stands where in FlashInfer; see ``kernseal.loader.flashinfer``."""
-
-
-@cache
-def _sm_count(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class _Wanted(NamedTuple):
@@ -236,7 +239,10 @@ class _Wanted(NamedTuple):
 
 
 def _prepare(served: Served, wanted: _Wanted) -> Op:
-    dtype, kv_dtype = _name(_DTYPES, "q", wanted.dtype), _name(_KV_DTYPES, "k_cache", wanted.kv_dtype)
+    dtype, kv_dtype = (
+        dtype_name(_DTYPES, "q", wanted.dtype),
+        dtype_name(_KV_DTYPES, "k_cache", wanted.kv_dtype),
+    )
     fp8_math = wanted.fp8_math
     if fp8_math is None:
         can = kv_dtype == "e4m3" and wanted.head_dim <= _FP8_MATH_HEAD_DIM and not wanted.drafts
@@ -245,7 +251,7 @@ def _prepare(served: Served, wanted: _Wanted) -> Op:
         "xqa_decode",
         dtype=dtype,
         kv_dtype=kv_dtype,
-        out_dtype=_name(_OUT_DTYPES, "output", wanted.out_dtype),
+        out_dtype=dtype_name(_OUT_DTYPES, "output", wanted.out_dtype),
         head_dim=wanted.head_dim,
         group_size=wanted.group_size,
         page_size=wanted.page_size,
@@ -255,54 +261,12 @@ def _prepare(served: Served, wanted: _Wanted) -> Op:
     )
 
 
-def _name(names: Mapping[torch.dtype, str], field: str, dtype: torch.dtype) -> str:
-    found = names.get(dtype)
-    if found is None:
-        raise Unsupported(f"{field}: {dtype}; supported: {', '.join(str(d) for d in names)}")
-    return found
-
-
-def _wrong_device(name: str, tensor: torch.Tensor, device: int) -> KernsealError:
-    return InvalidArgument(f"{name}: is on {tensor.device}; expected {serving.device_name(device)}")
-
-
-def _memory(name: str, tensor: torch.Tensor, device: int) -> int:
-    if tensor.get_device() != device:
-        raise _wrong_device(name, tensor, device)
-    if not tensor.is_contiguous():
-        raise InvalidArgument(f"{name}: strides {tensor.stride()}; must be dense")
-    return int(tensor.data_ptr())
-
-
-def _address(
-    name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype], count: int, device: int
-) -> int:
-    if tensor.dtype not in dtypes:
-        raise InvalidArgument(f"{name}: {tensor.dtype}; supported: {', '.join(str(d) for d in dtypes)}")
-    if tensor.numel() != count:
-        raise InvalidArgument(f"{name}: shape {tuple(tensor.shape)}; expected {count} elements")
-    return _memory(name, tensor, device)
-
-
-def _optional(
-    name: str, tensor: torch.Tensor | None, dtypes: Collection[torch.dtype], count: int, device: int
-) -> int:
-    return 0 if tensor is None else _address(name, tensor, dtypes, count, device)
-
-
-def _scale(name: str, scale: float | torch.Tensor, device: int) -> tuple[float, int]:
-    """The number, and where it is instead."""
-    if isinstance(scale, torch.Tensor):
-        return 1.0, _address(name, scale, _F32, 1, device)
-    return scale, 0
-
-
 def _mask(mask: torch.Tensor | None, rows: int, q_len: int, device: int) -> int:
     if mask is None:
         raise InvalidArgument(f"mask: missing; q_seq_len is {q_len}")
     size = _MASK_BYTES.get(mask.dtype, 1)
     words = rows * math.ceil(q_len / _MASK_BITS)
-    return _address("mask", mask, _MASK_BYTES, words * _MASK_BITS // (8 * size), device)
+    return dense("mask", mask, _MASK_BYTES, words * _MASK_BITS // (8 * size), device)
 
 
 def _pool(
@@ -323,15 +287,12 @@ def _pool(
         raise InvalidArgument(f"kv_layout is {layout!r}; it must be NHD or HND")
     if pool.shape != shape:
         raise InvalidArgument(f"{name}: shape {tuple(pool.shape)}; expected {shape} ({layout})")
-    if pool.dtype not in dtypes:
-        raise InvalidArgument(f"{name}: {pool.dtype}; supported: {', '.join(str(d) for d in dtypes)}")
-    if pool.get_device() != device:
-        raise _wrong_device(name, pool, device)
-    page, token, head, dense = pool.stride()
+    check_dtype(name, pool, dtypes)
+    page, token, head, element = pool.stride()
     if layout == "HND":
         token, head = head, token
     # What there is only one of may have any stride.
     page, head = page if pages > 1 else width, head if heads > 1 else width
-    if dense != 1 or 0 in (page, token, head):
+    if element != 1 or 0 in (page, token, head):
         raise InvalidArgument(f"{name}: strides {pool.stride()}; the last must be 1 and none of the others 0")
-    return int(pool.data_ptr()), (page, token, head)
+    return on_device(name, pool, device), (page, token, head)

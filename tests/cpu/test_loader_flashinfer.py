@@ -178,6 +178,15 @@ def test_no_flashinfer_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         install(bundle(), device=DEVICE)
 
 
+@pytest.mark.parametrize("replaces", [{**REPLACES, "flashinfer.users": {"use": add}}])
+def test_one_function_may_take_the_place_of_two() -> None:
+    package = module("flashinfer")
+    before = names()
+    with installed(bundle(), device=DEVICE), installed(bundle(), device=DEVICE, places=4):
+        assert package.users.use(1, 2) == package.add(1, 2) == "ours 1+2 4"
+    assert names() == before
+
+
 @pytest.mark.parametrize("replaces", [{**REPLACES, "flashinfer.users": {"nothing": mul}}])
 def test_a_function_that_is_not_there_is_refused_and_nothing_stays_replaced() -> None:
     module("flashinfer")

@@ -14,9 +14,8 @@ from cpu.fake_driver.xqa import axes_of, library_of, param_sizes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from kernseal.kernels.xqa_decode import torch_api  # noqa: E402
 from kernseal.kernels.xqa_decode.torch_api import xqa  # noqa: E402
-from kernseal.loader import serving  # noqa: E402
+from kernseal.loader import addresses, serving  # noqa: E402
 from kernseal.loader.bundle import Bundle  # noqa: E402
 from kernseal.loader.errors import (  # noqa: E402
     InvalidArgument,
@@ -42,7 +41,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_served", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: HOST)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
-    monkeypatch.setattr(torch_api, "_sm_count", lambda device: SMS)
+    monkeypatch.setattr(addresses, "sm_count", lambda device: SMS)
 
 
 class Recorder:
@@ -382,7 +381,7 @@ def test_what_does_not_fit_is_refused(recorder: Recorder, changes: dict[str, Any
         ({"q": torch.zeros(B, 1, HQ, D)}, "q: torch.float32; supported: torch.bfloat16, torch.float16"),
         ({"output": torch.zeros(B, 1, HQ, D)}, "output: torch.float32"),
         ({"k_cache": torch.zeros(PAGES, SIZE, HKV, D)}, "k_cache: torch.float32"),
-        ({"sm_count": 64}, "sm_count is 64; it must be None or 132; see kv_splits"),
+        ({"sm_count": 64}, "sm_count is 64; it must be None or the device's own, 132"),
     ],
 )
 def test_what_no_kernel_does_is_unsupported(recorder: Recorder, changes: dict[str, Any], words: str) -> None:

@@ -1,0 +1,95 @@
+"""The addresses of a call's torch tensors, each checked for what the C library cannot see.
+
+For functions that call ``Op.launch``: nothing is made, and an attribute is read at most once. torch is not imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .errors import InvalidArgument, Unsupported
+from .serving import device_name
+
+
+def dtype_name(names: Mapping[Any, str], field: str, dtype: Any) -> str:
+    """What the C library calls an element type.
+
+    Raises:
+        Unsupported: it is none of ``names``.
+    """
+    found = names.get(dtype)
+    if found is None:
+        raise Unsupported(f"{field}: {dtype}; supported: {', '.join(str(d) for d in names)}")
+    return found
+
+
+def on_device(name: str, tensor: Any, device: int) -> int:
+    """The address of a tensor on ``device``.
+
+    Raises:
+        InvalidArgument: it is elsewhere.
+    """
+    if tensor.get_device() != device:
+        raise InvalidArgument(f"{name}: is on {tensor.device}; expected {device_name(device)}")
+    return int(tensor.data_ptr())
+
+
+def memory(name: str, tensor: Any, device: int) -> int:
+    """The address of a dense tensor of any type.
+
+    Raises:
+        InvalidArgument: it is elsewhere, or not dense.
+    """
+    if not tensor.is_contiguous():
+        raise InvalidArgument(f"{name}: strides {tensor.stride()}; must be dense")
+    return on_device(name, tensor, device)
+
+
+def check_dtype(name: str, tensor: Any, dtypes: Collection[Any]) -> None:
+    """Raises InvalidArgument when the tensor's type is none of ``dtypes``."""
+    if tensor.dtype not in dtypes:
+        raise InvalidArgument(f"{name}: {tensor.dtype}; supported: {', '.join(str(d) for d in dtypes)}")
+
+
+def dense(name: str, tensor: Any, dtypes: Collection[Any], count: int, device: int) -> int:
+    """The address of ``count`` dense elements of one of ``dtypes``.
+
+    Raises:
+        InvalidArgument: they are not.
+    """
+    check_dtype(name, tensor, dtypes)
+    if tensor.numel() != count:
+        raise InvalidArgument(f"{name}: shape {tuple(tensor.shape)}; expected {count} elements")
+    return memory(name, tensor, device)
+
+
+def optional(name: str, tensor: Any | None, dtypes: Collection[Any], count: int, device: int) -> int:
+    """As ``dense``; 0 for None."""
+    return 0 if tensor is None else dense(name, tensor, dtypes, count, device)
+
+
+def scale(name: str, given: Any, dtypes: Collection[Any], device: int) -> tuple[float, int]:
+    """A factor that is a number, or one element on the device: the number, and the address that is read instead."""
+    if isinstance(given, (float, int)):
+        return given, 0
+    return 1.0, dense(name, given, dtypes, 1, device)
+
+
+@functools.cache
+def sm_count(device: int) -> int:
+    """Multiprocessors of a CUDA device."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def check_sm_count(given: int | None, device: int) -> None:
+    """Refuse to be told how many multiprocessors to fill: how work is split does not follow from it here.
+
+    Raises:
+        Unsupported: ``given`` is neither None nor the device's own.
+    """
+    if given is not None and given != sm_count(device):
+        raise Unsupported(f"sm_count is {given}; it must be None or the device's own, {sm_count(device)}")
