@@ -51,7 +51,7 @@ class Options:
 
     Attributes:
         profile: of ``kernel.yaml``.
-        only: variant ids or ``op/variant``, of the profile or not; every variant of the profile, or of the model, when empty.
+        only: variant ids or ``op/variant``, of the profile or not; when empty, all of the profile or of the model.
         jobs: variants compiled at once (about 1 GB of memory each).
         source: a wheel, unpacked wheel or checkout instead of the pinned wheel; must hash the same.
         rules: folder of PTX rules.
@@ -412,7 +412,9 @@ def _identity(made: Plan, options: Options, revision: git.Revision, key: signing
         for path in sorted(folder.glob("*.h"))
     }
     # What the manifest says beyond the variants' inputs: semantics, evidence, licences, tools.
-    said = {path.relative_to(root).as_posix(): files.sha256_file(path) for path in sorted(root.rglob("*.yaml"))}
+    said = {
+        path.relative_to(root).as_posix(): files.sha256_file(path) for path in sorted(root.rglob("*.yaml"))
+    }
     own = {path.name: files.sha256_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
     parts = [
         made.target.folder,

@@ -77,7 +77,8 @@ class Op:
         return [
             str(name)
             for name, cls in self.data["classes"].items()
-            if target.sm in cls["sms"] and (target.retarget is None or target.retarget in cls.get("retarget", []))
+            if target.sm in cls["sms"]
+            and (target.retarget is None or target.retarget in cls.get("retarget", []))
         ]
 
     def class_for(self, target: Target, axes: Mapping[str, AxisValue]) -> str | None:

@@ -266,7 +266,9 @@ def test_a_full_disk_is_an_input_output_error_and_leaves_no_bundle(tmp_path: Pat
     assert visible(out) == []
 
 
-def test_other_words_in_the_manifest_are_another_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_words_in_the_manifest_are_another_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Semantics and evidence move no variant, yet the bundle in place is then not the one asked for."""
     made, revision = build.plan(OPS, SM90, Options(only=(PACKED,))), git.Revision(None, True)
     before = build._identity(made, Options(), revision, signing_key())
@@ -274,13 +276,17 @@ def test_other_words_in_the_manifest_are_another_bundle(tmp_path: Path, monkeypa
     monkeypatch.setattr(paths, "kernels", lambda: copy)
     assert build._identity(made, Options(), revision, signing_key()) == before
     yaml_file = copy / "gdn_prefill" / "kernel.yaml"
-    yaml_file.write_text(yaml_file.read_text().replace("q and k are used as given", "q and k are taken as given"))
+    yaml_file.write_text(
+        yaml_file.read_text().replace("q and k are used as given", "q and k are taken as given")
+    )
     assert build._identity(made, Options(), revision, signing_key()) != before
 
 
 @pytest.mark.parametrize("name", ["nope", "gdn_prefill/nope", f"xqa_decode/{PACKED}", f"{PACKED}_", ""])
 def test_a_variant_that_no_op_has_lists_what_the_profile_has(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=rf"variant '{name}': no op has it; profile 'default' has\n  gdn_pre"):
+    with pytest.raises(
+        InvalidArgument, match=rf"variant '{name}': no op has it; profile 'default' has\n  gdn_pre"
+    ):
         build.plan(OPS, SM90, Options(only=(name,)))
 
 
@@ -291,7 +297,9 @@ def test_a_variant_of_no_profile_can_be_built_by_name() -> None:
 
 def test_a_variant_that_the_target_cannot_have_says_why() -> None:
     with pytest.raises(Unsupported, match="fp8_math needs SM90"):
-        build.plan(OPS, spec.parse_target("120", None, OPS), Options(only=("bf16_kve4m3_obf16_d128_g8_p16_fp8math",)))
+        build.plan(
+            OPS, spec.parse_target("120", None, OPS), Options(only=("bf16_kve4m3_obf16_d128_g8_p16_fp8math",))
+        )
 
 
 def test_an_sm_that_no_op_has_lists_those_that_are_there() -> None:

@@ -27,9 +27,9 @@ the retargeted bundles below (an NVFP4 cache with the conversion instruction spe
 SM100 and SM103 are compiled and inspected; they were not run. Launches for SM90, SM100 and SM120 are compared byte for
 byte with upstream's own host code in the CPU tests.
 
-To repeat it on an H200 or H100: build `make artifacts SM=90` and `make artifacts SM=120 RETARGET=90`, then the same two
-with `kernseal build --profile validation --out dist/validation`, and run `tests/gpu/run_all.sh tests sanitizer_xqa bench_xqa`
-with `KERNSEAL_COMMIT=$(git rev-parse HEAD) KERNSEAL_DIRTY=0 KERNSEAL_EXAMPLES=2500 KERNSEAL_STEPS=10000
+To repeat it on an H200 or H100: build `make artifacts SM=90` and `make artifacts SM=120 RETARGET=90`, then the same
+two with `kernseal build --profile validation --out dist/validation`, and run
+`tests/gpu/run_all.sh tests sanitizer_xqa bench_xqa` with `KERNSEAL_COMMIT=$(git rev-parse HEAD) KERNSEAL_DIRTY=0 KERNSEAL_EXAMPLES=2500 KERNSEAL_STEPS=10000
 KERNSEAL_VALIDATION_KEY=KEY.json`. What nvcc makes of the same source: [results-xqa-compiled.md](results-xqa-compiled.md).
 """
 GUARANTEES = """
@@ -42,7 +42,7 @@ caches equal NHD; scales on the device equal scales by value; graph replay with 
 and without PDL; semaphores end zeroed; nothing around the output is written.
 """
 TESTS = {
-    "test_every_variant_agrees_with_the_oracle": "every variant, lengths 1 .. 3001, six ways to split, drafts of four shapes",
+    "test_every_variant_agrees_with_the_oracle": "every variant, lengths 1 .. 3001, six splits, drafts of four shapes",
     "test_long_sequences": "lengths 8,192 and 32,768",
     "test_windows": "windows 1 .. 5000",
     "test_sinks": "attention sinks",
