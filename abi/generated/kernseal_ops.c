@@ -238,23 +238,23 @@ static const struct kseal_axis_value kseal_xqa_decode_exclude_6[] = {{2, 6}, {1,
 
 static const struct kseal_axis_value kseal_xqa_decode_exclude_7[] = {{2, 6}, {1, 8}};
 
-static const struct kseal_axis_value kseal_xqa_decode_exclude_8[] = {{1, 8}};
+static const struct kseal_axis_value kseal_xqa_decode_exclude_8[] = {{8, 1}};
 
-static const struct kseal_axis_value kseal_xqa_decode_exclude_9[] = {{1, 8}};
+static const struct kseal_axis_value kseal_xqa_decode_exclude_9[] = {{8, 1}};
 
-static const struct kseal_axis_value kseal_xqa_decode_exclude_10[] = {{8, 1}};
+static const struct kseal_axis_value kseal_xqa_decode_exclude_10[] = {{8, 1}, {1, 1}};
 
-static const struct kseal_axis_value kseal_xqa_decode_exclude_11[] = {{8, 1}};
+static const struct kseal_axis_value kseal_xqa_decode_exclude_11[] = {{8, 1}, {1, 2}};
 
-static const struct kseal_axis_value kseal_xqa_decode_exclude_12[] = {{8, 1}, {1, 1}};
+static const struct kseal_axis_value kseal_xqa_decode_exclude_12[] = {{8, 1}, {1, 7}};
 
-static const struct kseal_axis_value kseal_xqa_decode_exclude_13[] = {{8, 1}, {1, 2}};
+static const struct kseal_axis_value kseal_xqa_decode_exclude_13[] = {{8, 1}, {1, 8}};
 
-static const struct kseal_axis_value kseal_xqa_decode_exclude_14[] = {{8, 1}, {1, 7}};
+static const struct kseal_axis_value kseal_xqa_decode_exclude_14[] = {{8, 1}, {7, 1}};
 
-static const struct kseal_axis_value kseal_xqa_decode_exclude_15[] = {{8, 1}, {1, 8}};
+static const struct kseal_axis_value kseal_xqa_decode_exclude_15[] = {{1, 8}};
 
-static const struct kseal_axis_value kseal_xqa_decode_exclude_16[] = {{8, 1}, {7, 1}};
+static const struct kseal_axis_value kseal_xqa_decode_exclude_16[] = {{1, 8}};
 
 static const struct kseal_axis_value kseal_xqa_decode_exclude_17[] = {{7, 1}, {3, 272}};
 
@@ -385,24 +385,24 @@ static const struct kseal_exclude kseal_xqa_decode_excludes[] = {
      "an e4m3 o needs an e4m3 cache"},
     {NULL, kseal_xqa_decode_exclude_7, 2,
      "an e4m3 o needs an e4m3 cache"},
-    {"mha", kseal_xqa_decode_exclude_8, 1,
-     "an nvfp4 cache needs SM120 or SM121"},
-    {"mha_sm10x", kseal_xqa_decode_exclude_9, 1,
-     "an nvfp4 cache needs SM120 or SM121"},
-    {"mha_sm10x", kseal_xqa_decode_exclude_10, 1,
+    {"mha_sm10x", kseal_xqa_decode_exclude_8, 1,
      "fp8_math needs SM90"},
-    {"mha_sm12x", kseal_xqa_decode_exclude_11, 1,
+    {"mha_sm12x", kseal_xqa_decode_exclude_9, 1,
      "fp8_math needs SM90"},
+    {NULL, kseal_xqa_decode_exclude_10, 2,
+     "fp8_math needs an e4m3 cache"},
+    {NULL, kseal_xqa_decode_exclude_11, 2,
+     "fp8_math needs an e4m3 cache"},
     {NULL, kseal_xqa_decode_exclude_12, 2,
      "fp8_math needs an e4m3 cache"},
     {NULL, kseal_xqa_decode_exclude_13, 2,
      "fp8_math needs an e4m3 cache"},
     {NULL, kseal_xqa_decode_exclude_14, 2,
-     "fp8_math needs an e4m3 cache"},
-    {NULL, kseal_xqa_decode_exclude_15, 2,
-     "fp8_math needs an e4m3 cache"},
-    {NULL, kseal_xqa_decode_exclude_16, 2,
      "fp8_math has one query token a sequence; drafts need spec_decode without it"},
+    {"mha", kseal_xqa_decode_exclude_15, 1,
+     "an nvfp4 cache needs SM120 or SM121"},
+    {"mha_sm10x", kseal_xqa_decode_exclude_16, 1,
+     "an nvfp4 cache needs SM120 or SM121"},
     {NULL, kseal_xqa_decode_exclude_17, 2,
      "drafts need a head_dim of at most 256"},
     {NULL, kseal_xqa_decode_exclude_18, 2,
