@@ -210,6 +210,19 @@ def _check(path: Path, text: str, data: Any) -> None:
         files.write_atomic(stamp, b"")
 
 
+def _check_serves(op: str, data: Mapping[str, Any]) -> None:
+    """What a class serves must be axes and values of theirs: a misspelt one would silently serve nothing."""
+    for name, cls in data["classes"].items():
+        for axis, values in cls.get("serves", {}).items():
+            where = f"kernels/{op}/kernel.yaml: classes.{name}.serves"
+            if axis not in data["axes"]:
+                raise Malformed(f"{where}: {axis!r} is no axis; there are {', '.join(data['axes'])}")
+            known = data["axes"][axis].get("values", [False, True])
+            for value in values:
+                if value not in known:
+                    raise Malformed(f"{where}.{axis}: {value!r} is not one of {', '.join(map(str, known))}")
+
+
 def load_op(folder: Path) -> Op:
     """Read and check one op's ``kernel.yaml``.
 
@@ -225,6 +238,7 @@ def load_op(folder: Path) -> Op:
     _check(path, text, data)
     if data["op"] != folder.name:
         raise Malformed(f"kernels/{folder.name}/kernel.yaml: op: {data['op']!r} is not the folder's name")
+    _check_serves(folder.name, data)
     return Op(data["op"], folder, data)
 
 

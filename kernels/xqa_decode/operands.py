@@ -47,7 +47,8 @@ def _derive(sizes: Mapping[str, Any]) -> dict[str, int | None]:
         "one": 1,
         "half_head": head_dim // 2,
         "head_scales": head_dim // 16,
-        "mask_words": None if q_len is None else -(-q_len // 32),
+        # Without q_len the C library says what is missing.
+        "mask_words": -(-q_len // 32) if q_len else None,
     }
 
 

@@ -68,10 +68,12 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
     assert NvrtcJob.load(tmp_path / "job.json") == made
 
 
-def test_headers_are_the_source_set_without_the_program(tree: Path) -> None:
-    found = nvrtc_worker.headers(job(tree))
+@pytest.mark.parametrize("name", ["mha", "gmma"])
+def test_headers_are_the_source_set_without_the_program(tree: Path, name: str) -> None:
+    cls = op().data["classes"][name]
+    found = nvrtc_worker.headers(job(tree, cls=cls))
     names = {Path(name).name for name in source.source_set(op().folder)}
-    assert set(found) == names - {"mha.cu"}
+    assert set(found) == names - {Path(cls["module"]).name}
 
 
 def test_a_name_that_is_in_both_places_is_refused(tree: Path) -> None:
@@ -79,25 +81,53 @@ def test_a_name_that_is_in_both_places_is_refused(tree: Path) -> None:
         nvrtc_worker.headers(job(tree, headers={"utils.h": str(tree / "flashinfer/data/csrc/xqa/utils.h")}))
 
 
-def test_every_axis_value_changes_the_macros() -> None:
-    recipe = nvrtc_worker.load_recipe(str(op().folder / "recipe.py"))
+CHANGED = {
+    "dtype": ("f16", {"INPUT_FP16"}),
+    "kv_dtype": ("e4m3", {"CACHE_ELEM_ENUM"}),
+    "out_dtype": ("e4m3", {"LOW_PREC_OUTPUT"}),
+    "head_dim": (80, {"HEAD_ELEMS"}),
+    "group_size": (5, {"HEAD_GRP_SIZE"}),
+    "page_size": (32, {"TOKENS_PER_PAGE"}),
+    "sliding_window": (True, {"SLIDING_WINDOW"}),
+    "spec_decode": (True, {"SPEC_DEC", "IS_SPEC_DEC_TREE"}),
+}
+
+
+def xqa_recipe() -> Any:
+    return nvrtc_worker.load_recipe(str(op().folder / "recipe.py"))
+
+
+def different(a: NvrtcProgram, b: NvrtcProgram) -> set[str]:
+    return {name for name, value in (a.macros.items() ^ b.macros.items())}
+
+
+def test_every_axis_value_changes_the_program() -> None:
+    """By macros, all but fp8_math, which is another source."""
     cls = op().data["classes"]["mha"]
-    base = recipe.mha(SMALL, cls)
-    changed = {
-        "dtype": "f16",
-        "kv_dtype": "e4m3",
-        "out_dtype": "e4m3",
-        "head_dim": 80,
-        "group_size": 5,
-        "page_size": 32,
-        "sliding_window": True,
+    assert {*CHANGED, "fp8_math"} == set(op().data["axes"])
+    base = xqa_recipe().mha(SMALL, cls)
+    for axis, (value, macros) in CHANGED.items():
+        assert different(base, xqa_recipe().mha({**SMALL, axis: value}, cls)) == macros, axis
+    sources = {
+        value: op().class_for(spec.Target("sm_90a"), {**SMALL, "fp8_math": value}) for value in (False, True)
     }
-    assert set(changed) == set(op().data["axes"])
-    for axis, value in changed.items():
-        other = recipe.mha({**SMALL, axis: value}, cls)
-        assert sum(other.macros[name] != base.macros[name] for name in base.macros) == 1, axis
-    small_tiles = recipe.mha(SMALL, op().data["classes"]["mha_sm12x"])
-    assert set(small_tiles.macros) - set(base.macros) == {"KSEAL_SMALL_TILES"}
+    assert sources == {False: "mha", True: "gmma"}
+    assert op().data["classes"]["gmma"]["module"] != cls["module"]
+
+
+@pytest.mark.parametrize("values", [["bf16", "e4m3", "i8", "nvfp4"], ["f16", "e4m3", "i8", "nvfp4"]])
+def test_every_cache_has_a_number_of_its_own(values: list[str]) -> None:
+    cls = op().data["classes"]["mha_sm12x"]
+    made = [xqa_recipe().mha({**SMALL, "dtype": values[0], "kv_dtype": value}, cls) for value in values]
+    assert [program.macros["CACHE_ELEM_ENUM"] for program in made] == [0, 2, 1, 3]
+
+
+def test_every_class_has_its_macros() -> None:
+    classes = op().data["classes"]
+    base = xqa_recipe().mha(SMALL, classes["mha"])
+    assert different(base, xqa_recipe().mha(SMALL, classes["mha_sm10x"])) == set()
+    assert different(base, xqa_recipe().mha(SMALL, classes["mha_sm12x"])) == {"KSEAL_SMALL_TILES"}
+    assert different(base, xqa_recipe().gmma(SMALL, classes["gmma"])) == set()
 
 
 @pytest.mark.slow

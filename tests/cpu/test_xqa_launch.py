@@ -343,7 +343,7 @@ def test_a_driver_that_fails_at_the_launch_is_named(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_batch_launches_nothing_and_succeeds(bench: Bench, kind: str) -> None:
-    nothing = {name: 0 for name in (*xqa.ALIGN, "semaphores_bytes", "workspace_bytes")}
+    nothing = dict.fromkeys((*xqa.ALIGN, "semaphores_bytes", "workspace_bytes"), 0)
     made = call(KINDS[kind], batch_size=0, num_kv_heads=0, num_q_heads=0, q_len=0, **nothing)
     assert bench.run(made) == ("ok", "", [])
     assert bench.gpu.log("tensor_map") == []

@@ -72,11 +72,15 @@ def record(axes: Mapping[str, Any], sm: str, image: bytes, dynamic_smem: int = S
     )
 
 
-def library_of(all_axes: Sequence[Mapping[str, Any]], sm: str, folder: Path) -> Kernseal:
-    """A library with these variants, in which undefined behaviour traps."""
+def build(all_axes: Sequence[Mapping[str, Any]], sm: str, folder: Path) -> Path:
+    """A libkernseal.so with these variants, in which undefined behaviour traps."""
     image, command = bytes(range(64)), (*ZIG, "-fsanitize=undefined", "-fsanitize-trap=undefined")
     variants = [(record(axes, sm, image), None, image) for axes in all_axes]
-    return Kernseal(build_library(sm, None, variants, folder, command))
+    return build_library(sm, None, variants, folder, command)
+
+
+def library_of(all_axes: Sequence[Mapping[str, Any]], sm: str, folder: Path) -> Kernseal:
+    return Kernseal(build(all_axes, sm, folder))
 
 
 def param_sizes(axes: Mapping[str, Any]) -> list[int]:
