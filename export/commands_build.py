@@ -13,16 +13,35 @@ from kernseal.export import output, progress, spec
 from kernseal.loader.errors import InvalidArgument, Malformed
 
 SHRINK = ("entry",)
-COLUMNS = ("op", "variant", "entry", "regs", "spills", "smem st+dyn", "bytes", "evidence")
+MAX_CUBIN_BYTES = 1 << 30
+COLUMNS = ("op", "variant", "entry", "regs", "spills", "smem st+dyn", "CTAs/SM", "bytes", "evidence")
+NUMBERS = COLUMNS[3:8]
 
 
-def kernel_rows(statement: Mapping[str, Any]) -> list[tuple[object, ...]]:
-    kernels = statement["predicate"]["buildDefinition"]["internalParameters"]["kernels"]
+def kernel_rows(folder: Path) -> list[tuple[object, ...]]:
+    """A row for each kernel that the bundle's manifest has."""
     return [
         (k["op"], k["variant"], short_entry(k["entry"]), k["registers"], k["spill_bytes"],
-         f"{k['static_smem']}+{k['dynamic_smem']}", output.size(k["bytes"]), k["evidence"])
-        for k in kernels
+         f"{k['static_smem']}+{k['dynamic_smem']}", "?" if k["ctas_per_sm"] is None else k["ctas_per_sm"],
+         output.size(k["bytes"]), k["evidence"])
+        for k in kernels_with_occupancy(folder)
     ]  # fmt: skip
+
+
+def kernels_with_occupancy(folder: Path) -> list[dict[str, Any]]:
+    """The manifest's record of each kernel, with ``ctas_per_sm`` (None where its cubin does not say how large a CTA is)."""
+    from kernseal.export import occupancy
+    from kernseal.loader.safe_read import directory, read_all
+    from kernseal.loader.statement import FILE, MAX_BYTES, parse_statement
+
+    found = []
+    with directory(folder, follow=True) as root:
+        statement = parse_statement(read_all(root, FILE, limit=MAX_BYTES))
+        for kernel in statement.kernels:
+            cubin = read_all(root, kernel.file, limit=MAX_CUBIN_BYTES)
+            fits = occupancy.of_kernel(statement.retarget or statement.sm, kernel.record, cubin)
+            found.append({**kernel.record, "ctas_per_sm": None if fits is None else fits.ctas})
+    return found
 
 
 def short_entry(entry: str) -> str:
@@ -112,13 +131,8 @@ def _print(result: Any) -> None:
             f" ({', '.join(result.trusted_by)})"
         )
         return
-    output.table(
-        f"{result.target.name}: {len(kernel_rows(result.statement))} variants",
-        COLUMNS,
-        kernel_rows(result.statement),
-        COLUMNS[3:7],
-        SHRINK,
-    )
+    rows = kernel_rows(result.path)
+    output.table(f"{result.target.name}: {len(rows)} variants", COLUMNS, rows, NUMBERS, SHRINK)
     click.echo(f"signed with {result.signed_by}; vouched for by {', '.join(result.trusted_by)}")
     click.echo(output.folder(result.path))
 
@@ -202,12 +216,10 @@ def inspect(path: Path, as_json: bool) -> None:
     if path.is_file():
         _inspect_cubin(path, as_json)
         return
-    kernels = _statement_kernels(path)
-    statement = {"predicate": {"buildDefinition": {"internalParameters": {"kernels": kernels}}}}
     output.show(
-        kernels,
+        kernels_with_occupancy(path),
         as_json,
-        lambda: output.table(str(path), COLUMNS, kernel_rows(statement), COLUMNS[3:7], SHRINK),
+        lambda: output.table(str(path), COLUMNS, kernel_rows(path), NUMBERS, SHRINK),
     )
 
 
@@ -217,7 +229,7 @@ def _inspect_cubin(path: Path, as_json: bool) -> None:
     from kernseal.export import elf
     from kernseal.loader.safe_read import read_path
 
-    cubin = elf.read(read_path(path, limit=1 << 30))
+    cubin = elf.read(read_path(path, limit=MAX_CUBIN_BYTES))
     if not cubin.entries:
         raise Malformed(f"{path}: no kernel in it")
     rows: Sequence[tuple[object, ...]] = [
