@@ -184,6 +184,7 @@ def expected_params(made: Call, dense: list[int]) -> list[bytes]:
         *(("gmma", True, b""),) * 2,
         ("both", True, ptr(made["semaphores"])),
         ("both", True, ptr(made["workspace"])),
+        ("both", True, u32(1)),
     ]
     kernel = "gmma" if axes["fp8_math"] else "mha"
     return [value for of, there, value in order if there and of in (kernel, "both")]
@@ -248,7 +249,7 @@ def test_strides_go_in_as_heads(bench: Bench) -> None:
     made = call(FP4, **kv, **scales)
     sizes = param_sizes(FP4)
     params = bench.launch(made)["params"]
-    at = len(sizes) - 8
+    at = len(sizes) - 9
     numbers = [struct.unpack("<I", bytes.fromhex(text))[0] for text in params[at : at + 6]]
     assert numbers == [5 * HEADS, 1, 128, 7 * HEADS, 1, 128]
 
@@ -364,14 +365,30 @@ def splits(bench: Bench, made: Call, sms: int) -> int:
     return int(grid[1] if made.axes["fp8_math"] else grid[0])
 
 
-def tiles(made: Call) -> int:
-    """Of the longest sequence that the call allows for."""
-    length = made["max_seq_len"] or made["max_pages_per_seq"] * made.axes["page_size"]
-    return -(-length // (64 if made.axes["fp8_math"] else 256))
+def tiles(axes: Mapping[str, Any], length: int) -> int:
+    return -(-length // (64 if axes["fp8_math"] else 256))
+
+
+def longest(made: Call) -> int:
+    """The longest sequence that the call allows for."""
+    return int(made["max_seq_len"] or made["max_pages_per_seq"] * made.axes["page_size"])
+
+
+class Shares:
+    """How many thread blocks the kernel then gives a sequence of each length."""
+
+    def __init__(self, bench: Bench, made: Call, sms: int) -> None:
+        launch = bench.launch(made, sms)
+        self.axes = made.axes
+        self.most = int(launch["grid"][1 if made.axes["fp8_math"] else 0])
+        (self.min_tiles,) = struct.unpack("<I", bytes.fromhex(launch["params"][-1]))
+
+    def of(self, length: int) -> int:
+        return min(self.most, max(1, tiles(self.axes, length) // self.min_tiles))
 
 
 def sized(rng: random.Random, axes: Axes, heads: int, **changes: Any) -> Call:
-    pages = rng.randrange(1, 600)
+    pages = rng.choice([rng.randrange(1, 20), rng.randrange(1, 600), rng.randrange(1, 9000)])
     sizes = {
         "num_kv_heads": heads,
         "num_q_heads": axes["group_size"] * heads,
@@ -383,19 +400,26 @@ def sized(rng: random.Random, axes: Axes, heads: int, **changes: Any) -> Call:
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "drafts", "gmma", "nvfp4"])
-def test_the_librarys_split_follows_from_heads_and_device_alone(bench: Bench, kind: str) -> None:
-    """Whatever the batch, the longest sequence and the width of the page table: only empty blocks are cut away."""
+def test_the_librarys_split_of_a_sequence_follows_from_its_length_heads_and_device_alone(
+    bench: Bench, kind: str
+) -> None:
+    """Whatever the batch, the longest sequence and the width of the page table; and no block is launched for nothing."""
     axes, rng = KINDS[kind], random.Random(kind)
+    shared = set()
     for sms in (1, 70, 132, 188):
         for heads in (1, 2, 4, 7, 8, 40, 300):
-            pages = 1024 * 256 // axes["page_size"]
-            most = splits(
-                bench, sized(rng, axes, heads, batch_size=1, max_pages_per_seq=pages, max_seq_len=0), sms
-            )
-            assert 1 <= most <= 1024
+            pages = 2**22 // axes["page_size"]
+            widest = sized(rng, axes, heads, batch_size=1, max_pages_per_seq=pages, max_seq_len=0)
+            reference = Shares(bench, widest, sms)
+            assert 1 <= reference.most <= 1024
             for _ in range(6):
                 made = sized(rng, axes, heads, num_pages=rng.randrange(1, 5000), pdl=rng.randrange(2))
-                assert splits(bench, made, sms) == min(most, tiles(made)), (sms, heads)
+                found, end = Shares(bench, made, sms), longest(made)
+                for length in (1, end, *(rng.randrange(1, end + 1) for _ in range(20))):
+                    assert found.of(length) == reference.of(length), (sms, heads, length)
+                    shared.add(found.of(length))
+                assert found.most == reference.of(end), (sms, heads)
+    assert len(shared) > 4
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "drafts", "nvfp4"])
@@ -404,8 +428,9 @@ def test_minus_one_fills_the_device_as_upstream_does(bench: Bench, kind: str) ->
     for _ in range(100):
         sms, heads = rng.choice([1, 70, 132, 188]), rng.randrange(1, 20)
         made = sized(rng, KINDS[kind], heads, kv_splits=-1)
-        expected = min(max(1, sms // (made["batch_size"] * heads)), tiles(made))
-        assert splits(bench, made, sms) == expected
+        found = Shares(bench, made, sms)
+        expected = min(max(1, sms // (made["batch_size"] * heads)), tiles(made.axes, longest(made)))
+        assert (found.most, found.min_tiles) == (expected, 1)
 
 
 def test_minus_one_fills_the_device_as_upstreams_gmma_launcher_does(bench: Bench) -> None:
@@ -413,8 +438,10 @@ def test_minus_one_fills_the_device_as_upstreams_gmma_launcher_does(bench: Bench
     for _ in range(200):
         sms, heads = rng.choice([1, 70, 132, 188]), rng.randrange(1, 20)
         made = sized(rng, GMMA, heads, kv_splits=-1, batch_size=rng.choice([1, 2, 3, rng.randrange(1, 60)]))
+        found = Shares(bench, made, sms)
         waves = sms * 3 // (made["batch_size"] * heads) * 0.25
-        assert splits(bench, made, sms) == min(max(1, int(waves + 0.5)), tiles(made))
+        expected = min(max(1, int(waves + 0.5)), tiles(made.axes, longest(made)))
+        assert (found.most, found.min_tiles) == (expected, 1)
 
 
 def test_a_device_larger_than_the_limit_is_not_filled(bench: Bench) -> None:
@@ -425,7 +452,8 @@ def test_a_device_larger_than_the_limit_is_not_filled(bench: Bench) -> None:
 @pytest.mark.parametrize("kind", ["plain", "gmma"])
 @pytest.mark.parametrize("chosen", [1, 2, 1024])
 def test_the_split_can_be_chosen(bench: Bench, kind: str, chosen: int) -> None:
-    assert splits(bench, call(KINDS[kind], kv_splits=chosen, max_seq_len=1), 132) == chosen
+    found = Shares(bench, call(KINDS[kind], kv_splits=chosen, max_seq_len=1), 132)
+    assert (found.most, found.min_tiles) == (chosen, 1)
 
 
 # ---- scratch ----

@@ -84,15 +84,15 @@ def library_of(all_axes: Sequence[Mapping[str, Any]], sm: str, folder: Path) -> 
 
 
 def param_sizes(axes: Mapping[str, Any]) -> list[int]:
-    """Bytes of every parameter of ``kernel_mha``."""
+    """Bytes of every parameter of ``kernel_mha``. The last, a block's fewest tiles, is a patch's; upstream lacks it."""
     window = [4] if axes["sliding_window"] else []
     out_scale = [4] if axes["out_dtype"] in SMALL else []
     if axes["fp8_math"]:
-        return [4, *window, 4, 8, 8, *out_scale, 8, 8, 40, 4, 4, 8, 128, 128, 8, 8]
+        return [4, *window, 4, 8, 8, *out_scale, 8, 8, 40, 4, 4, 8, 128, 128, 8, 8, 4]
     q_len, group_and_rows, mask = ([4], [4, 8], [8]) if axes["spec_decode"] else ([], [], [])
     cache, scale_strides = (56, [4, 4, 4]) if axes["kv_dtype"] == "nvfp4" else (40, [])
     head = [*q_len, 4, *group_and_rows, *window, 4, 8, 8, *out_scale, 8, *mask, 8]
-    return [*head, cache, 4, 4, 8, 4, 4, 4, *scale_strides, 8, 8]
+    return [*head, cache, 4, 4, 8, 4, 4, 4, *scale_strides, 8, 8, 4]
 
 
 def cache_param(axes: Mapping[str, Any]) -> tuple[int, int]:
