@@ -268,10 +268,10 @@ def test_the_gmma_kernel_gets_the_cache_as_tensor_maps(
     found = bench.launch(made)
     expected = [
         {
-            "call": "tensor_map",
+            "call": "encode",
             "type": 0,
             "address": made[name],
-            "modes": [0, swizzle, 0, 0],
+            **{"interleave": 0, "swizzle": swizzle, "promotion": 0, "fill": 0},
             "sizes": sizes,
             "strides": strides,
             "box": box,
@@ -279,7 +279,7 @@ def test_the_gmma_kernel_gets_the_cache_as_tensor_maps(
         }
         for name in ("k", "v")
     ]
-    assert bench.gpu.log("tensor_map") == expected
+    assert bench.gpu.log("encode") == expected
     maps = [bytes.fromhex(text) for text in found["params"] if len(text) == 256]
     assert [struct.unpack_from("<Q", data)[0] for data in maps] == [made["k"], made["v"]]
 
@@ -292,7 +292,7 @@ def test_a_small_head_has_a_narrow_swizzle(
     handle = library.prepare(OP, axes)
     assert library.c.kseal_xqa_decode_run(handle, call(axes).args(library)) == 0, library.error()
     assert library.c.kseal_xqa_decode_release(handle) == 0
-    assert [(line["modes"][1], line["box"]) for line in gpu.log("tensor_map")] == [(2, [64, 1, 16, 1])] * 2
+    assert [(line["swizzle"], line["box"]) for line in gpu.log("encode")] == [(2, [64, 1, 16, 1])] * 2
 
 
 def test_an_hnd_cache_of_one_layer_among_several_goes_into_the_tensor_map(bench: Bench) -> None:
@@ -300,7 +300,7 @@ def test_an_hnd_cache_of_one_layer_among_several_goes_into_the_tensor_map(bench:
         call(GMMA, kv_page_stride=3 * 16 * HEADS * 128, kv_token_stride=128, kv_head_stride=16 * 128)
     )
     strides = [[16 * 128, 128, 3 * 16 * HEADS * 128]] * 2
-    assert [line["strides"] for line in bench.gpu.log("tensor_map")] == strides
+    assert [line["strides"] for line in bench.gpu.log("encode")] == strides
 
 
 def test_prepare_loads_the_image_and_allows_its_shared_memory(library: Kernseal, gpu: FakeGpu) -> None:
@@ -347,7 +347,7 @@ def test_an_empty_batch_launches_nothing_and_succeeds(bench: Bench, kind: str) -
     nothing = dict.fromkeys((*xqa.ALIGN, "semaphores_bytes", "workspace_bytes"), 0)
     made = call(KINDS[kind], batch_size=0, num_kv_heads=0, num_q_heads=0, q_len=0, **nothing)
     assert bench.run(made) == ("ok", "", [])
-    assert bench.gpu.log("tensor_map") == []
+    assert bench.gpu.log("encode") == []
     assert bench.sizes(made) == (0, 0)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from builds import compile_cache, locked
-from cpu.fake_driver import xqa_upstream
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.kernseal_library import Kernseal, build_library
 from cpu.fake_driver.xqa_mla import OP, PARAM_SIZES, SCRATCH, Call, axes_of, op, random_call, record
 from cpu.fake_driver.xqa_mla_upstream import Upstream
+from nvcc import toolkit
 
 from kernseal.export import build, elf, spec
 from kernseal.export.build import Options
@@ -21,7 +21,7 @@ from kernseal.export.variant import Built
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(xqa_upstream.unavailable() is not None, reason=str(xqa_upstream.unavailable())),
+    pytest.mark.skipif(toolkit.unavailable() is not None, reason=str(toolkit.unavailable())),
 ]
 
 CASES = 1000

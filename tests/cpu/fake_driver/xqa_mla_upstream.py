@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import cffi
 from cpu.fake_driver.xqa_mla import Call, op
-from cpu.fake_driver.xqa_upstream import lay_out, nvcc, shared_memory
+from elftools.elf.elffile import ELFFile
+from nvcc import toolkit, upstream
 
+from kernseal.export import source
 from kernseal.export.recipe import load_recipe
 
+HERE = Path(__file__).resolve().parent
 HOST_FILES = [f"flashinfer/data/csrc/xqa/{name}" for name in ("hostUtils.h", "tensorMap.h", "tensorMap.cpp")]
 FIELDS = (
     ("uint32_t", ("sms", "max_seq_len", "batch", "pdl")),
@@ -42,12 +48,32 @@ class Upstream:
     """
 
     def __init__(self, axes: Mapping[str, Any], sm: str, folder: Path) -> None:
-        lay_out(op().folder, HOST_FILES, folder)
+        _lay_out(folder)
         data = op().data
-        program = load_recipe(str(op().folder / data["recipe"])).mla(axes, data["classes"]["mla_sm120"])
-        report = nvcc(program.macros, sm, folder, "xqa_mla_upstream.cu")
+        macros = load_recipe(str(op().folder / data["recipe"])).mla(axes, data["classes"]["mla_sm120"]).macros
+        report = toolkit.nvcc(
+            [
+                *(upstream.architecture(sm, assembled=True), *upstream.FLAGS, "-shared", "-cudart", "none"),
+                *(
+                    "-Xptxas",
+                    "-v",
+                    "-Xcompiler",
+                    "-fPIC",
+                    "-Xlinker",
+                    "-Bsymbolic",
+                    "--keep",
+                    "-w",
+                    "-I.",
+                    f"-I{HERE}",
+                ),
+                *(f"-D{name}={value}" for name, value in sorted(macros.items()) if name not in upstream.OURS),
+                *("-o", "upstream.so", "xqa_mla_upstream.cu", "fake_registration.c"),
+            ],
+            folder,
+        )
         self.local_bytes = sum(map(int, re.findall(r"(\d+) bytes (?:stack|spill)", report)))
-        self.smem = shared_memory(folder)
+        self.smem = _shared_memory(folder)
+        os.environ["UPSTREAM_SMEM"] = str(self.smem)  # asked for when the library is loaded
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(CDEF)
         self.c: Any = self.ffi.dlopen(str(folder / "upstream.so"), self.ffi.RTLD_LAZY | self.ffi.RTLD_LOCAL)
@@ -71,3 +97,26 @@ class Upstream:
                 value = given[name] if name in given else call[name]
                 values[name] = self.ffi.cast("void *", value) if kind == "void *" else value
         self.c.upstream_launch(self.ffi.new("struct upstream_call *", values))
+
+
+def _lay_out(folder: Path) -> None:
+    """Upstream's files, unpatched and side by side."""
+    folder.mkdir(parents=True, exist_ok=True)
+    opened, _ = source.open_source(None, source.upstream())
+    for name in (*source.source_set(op().folder), *HOST_FILES):
+        data = opened.read(name)
+        assert data is not None, name
+        (folder / Path(name).name).write_bytes(data)
+    for name in ("xqa_mla_upstream.cu", "fake_registration.c"):
+        shutil.copy(HERE / name, folder)
+
+
+def _shared_memory(folder: Path) -> int:
+    """``smemSize`` of the program, which is a local symbol and so has a mangled name."""
+    (path,) = folder.glob("*.cubin")
+    file = ELFFile(io.BytesIO(path.read_bytes()))
+    table = file.get_section_by_name(".symtab")
+    assert table is not None
+    (symbol,) = [s for s in table.iter_symbols() if re.search(r"8smemSize|^smemSize$", s.name)]
+    data = file.get_section(symbol["st_shndx"]).data()
+    return int.from_bytes(data[symbol["st_value"] : symbol["st_value"] + 4], "little")
