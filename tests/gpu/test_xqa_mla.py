@@ -64,7 +64,7 @@ def runner(bundle: Any, axes: Axes) -> Runner:
     return Runner(bundle, axes)
 
 
-def test_every_variant_agrees_with_the_oracle(bundle: Any, variants: list[Axes], measure: Measure) -> None:
+def test_mla_agrees_with_the_oracle(bundle: Any, variants: list[Axes], measure: Measure) -> None:
     wrong = {}
     for axes in variants:
         p = make(axes, LENGTHS)
@@ -95,7 +95,7 @@ def test_flat_and_sharp_softmax(runner: Runner, axes: Axes, measure: Measure, sc
     assert error <= LIMIT[axes["dtype"]]
 
 
-def test_long_sequences(runner: Runner, axes: Axes, measure: Measure) -> None:
+def test_mla_long_sequences(runner: Runner, axes: Axes, measure: Measure) -> None:
     p = make(axes, [65536, 65535, 1])
     error = worst_row(runner.run(p), oracle(p))
     measure(worst=error)
@@ -285,7 +285,7 @@ def test_runs_one_after_the_other_share_buffers(runner: Runner, axes: Axes, pdl:
     assert all(torch.equal(out, expected[step % 4]) for step, out in enumerate(outs))
 
 
-def test_churn_of_a_serving_loop_stays_correct(runner: Runner, axes: Axes, measure: Measure) -> None:
+def test_mla_churn_of_a_serving_loop_stays_correct(runner: Runner, axes: Axes, measure: Measure) -> None:
     generator = torch.Generator().manual_seed(9)
     p = make(axes, [1024] * 6)
     worst = 0.0
