@@ -29,8 +29,8 @@ byte with upstream's own host code in the CPU tests.
 
 To repeat it on an H200 or H100: build `make artifacts SM=90` and `make artifacts SM=120 RETARGET=90`, then the same
 two with `kernseal build --profile validation --out dist/validation`, and run
-`tests/gpu/run_all.sh tests sanitizer_xqa sanitizer_mla bench_xqa` with `KERNSEAL_COMMIT=$(git rev-parse HEAD) KERNSEAL_DIRTY=0
-KERNSEAL_EXAMPLES=2500 KERNSEAL_STEPS=10000 KERNSEAL_VALIDATION_KEY=KEY.json`. What nvcc makes of the same source:
+`tests/gpu/run_all.sh tests sanitizer_xqa sanitizer_mla bench_xqa` with `KERNSEAL_COMMIT=$(git rev-parse HEAD)
+KERNSEAL_DIRTY=0 KERNSEAL_EXAMPLES=2500 KERNSEAL_STEPS=10000 KERNSEAL_VALIDATION_KEY=KEY.json`. What nvcc makes of the same source:
 [results-xqa-compiled.md](results-xqa-compiled.md).
 """
 GUARANTEES = """
@@ -78,8 +78,8 @@ def accuracy(report: Mapping[str, Any]) -> str:
 MLA_TEXT = """
 ## XQA MLA
 
-The SM120 source built for sm_90a, where the load of transposed bytes that only newer SMs have is spelled out in software for an
-e4m3 cache. Largest and mean relative error of a head against float64, lengths 1 .. 8,192 around every tile edge. The same
+The SM120 source built for sm_90a, where the load of transposed bytes that only newer SMs have is spelled out in software for
+an e4m3 cache. Largest and mean relative error of a head against float64, lengths 1 .. 8,192 around every tile edge. The same
 guarantees bit for bit are tested as above, and NaN in every row of the pool that no sequence has.
 
 """
