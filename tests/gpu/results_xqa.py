@@ -30,8 +30,8 @@ byte with upstream's own host code in the CPU tests.
 To repeat it on an H200 or H100: build `make artifacts SM=90` and `make artifacts SM=120 RETARGET=90`, then the same
 two with `kernseal build --profile validation --out dist/validation`, and run
 `tests/gpu/run_all.sh tests sanitizer_xqa sanitizer_mla bench_xqa` with `KERNSEAL_COMMIT=$(git rev-parse HEAD)
-KERNSEAL_DIRTY=0 KERNSEAL_EXAMPLES=2500 KERNSEAL_STEPS=10000 KERNSEAL_VALIDATION_KEY=KEY.json`. What nvcc makes of the same source:
-[results-xqa-compiled.md](results-xqa-compiled.md).
+KERNSEAL_DIRTY=0 KERNSEAL_EXAMPLES=2500 KERNSEAL_STEPS=10000 KERNSEAL_VALIDATION_KEY=KEY.json`. What nvcc makes of the same
+source: [results-xqa-compiled.md](results-xqa-compiled.md).
 """
 GUARANTEES = """
 ## Bit for bit
