@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from .errors import Capturing, InvalidArgument
+from .errors import Capturing, InvalidArgument, Unsupported
 from .library import LIBRARY_FILE, Library, load_library
-from .op import Op
+from .op import Op, load_spec
 from .policy import Policy
 from .statement import Statement
 from .tensors import stream_handle
@@ -88,21 +88,39 @@ class Bundle:
         count = self._library.c.kseal_variant_count(handle)
         return [_variant(self._library, handle, index) for index in range(count)]
 
-    def prepare(self, op: str, *, stream: object = 0, **config: Any) -> Op:
+    def evidence(self, op: str, **config: Any) -> str:
+        """Return how the variant for ``config`` was checked before it shipped: ran, retargeted, glue or inspected.
+
+        Raises:
+            InvalidArgument: the bundle is closed.
+            Unsupported: the bundle has no such variant.
+        """
+        name = load_spec(op).variant(config)
+        for variant in self.variants():
+            if (variant.op, variant.variant) == (op, name):
+                return variant.evidence
+        raise Unsupported(f"op {op}: this bundle has no variant {name}")
+
+    def prepare(self, op: str, *, stream: object = 0, at_least: str | None = None, **config: Any) -> Op:
         """Return the op ready to run with ``config``: variant picked, verified and loaded on the device.
 
         The same config gives the same op again at the cost of a look-up; ops live until the bundle closes.
         ``config`` holds the fields of ``kseal_<op>_config``, enums in words (``dtype="bf16"``) and
         switches as bools. What is left out takes the defaults of the op's ``operands.py``. ``stream`` is
         one that runs will use (as in ``Op.run``): preparing is refused while it is being captured.
+        ``at_least`` refuses a variant with weaker evidence (see ``evidence``): what an engine that selects by
+        itself wants, while a caller who asks for a variant by hand leaves it out.
 
         Raises:
             InvalidArgument: a field is unknown, missing or not of its type, or the bundle is closed.
-            Unsupported: no variant of this bundle does it; the message lists what is there.
+            Unsupported: no variant of this bundle does it, and the message lists what is there; or the evidence for it
+                is weaker than ``at_least``.
             WrongSm: the device is not the one the bundle is for.
             Capturing: a stream is being captured.
             KernsealError: whatever else the C library says.
         """
+        if at_least is not None:
+            self._require_evidence(op, config, at_least)
         config.setdefault("device", self.device)
         key = (op, tuple(sorted(config.items())))
         found = self._ops.get(key)
@@ -116,6 +134,19 @@ class Bundle:
                 config["stream"] = stream_handle(stream)
                 found = self._ops[key] = Op(self._library, handle, op, config)
             return found
+
+    def _require_evidence(self, op: str, config: dict[str, Any], at_least: str) -> None:
+        strength = self._library.enum("kseal_evidence")
+        if at_least not in strength:
+            raise InvalidArgument(
+                f"at_least is {at_least!r}; it must be {', '.join(sorted(strength, key=strength.__getitem__))}"
+            )
+        have = self.evidence(op, **config)
+        if strength[have] < strength[at_least]:
+            name = load_spec(op).variant(config)
+            raise Unsupported(
+                f"op {op}: the evidence for {name} is {have!r}; at least {at_least!r} was asked for"
+            )
 
     def prepared(self, op: str, **config: Any) -> Op | None:
         """Return the op that ``prepare`` gave for this config, or None."""

@@ -18,12 +18,14 @@ class Served:
     Attributes:
         bundle: the open bundle.
         device: the ordinal.
+        at_least: weakest evidence of a variant that may serve, or None for any; see ``Bundle.prepare``.
         ops: for each op what its callers have prepared, under keys of their own: the look-up that a call pays for.
     """
 
-    def __init__(self, bundle: Bundle, device: int) -> None:
+    def __init__(self, bundle: Bundle, device: int, at_least: str | None = None) -> None:
         self.bundle = bundle
         self.device = device
+        self.at_least = at_least
         self.ops: defaultdict[str, dict[Hashable, Op]] = defaultdict(dict)
 
     @property
@@ -38,7 +40,7 @@ class Served:
             KernsealError: see ``Bundle.prepare``.
         """
         try:
-            return self.bundle.prepare(op, device=self.device, **axes)
+            return self.bundle.prepare(op, device=self.device, at_least=self.at_least, **axes)
         except Unsupported as error:
             command = build_command(self.bundle, op, axes)
             raise Unsupported(f"{error}; to build it, or to read why nothing does it: {command}") from None
@@ -48,22 +50,23 @@ _served: dict[int, Served] = {}
 _lock = threading.Lock()
 
 
-def use_bundle(bundle: Bundle, device: int | None = None) -> None:
+def use_bundle(bundle: Bundle, device: int | None = None, at_least: str | None = None) -> None:
     """Let ``bundle`` serve a CUDA device, from now on.
 
     Args:
         bundle: an open bundle; the caller closes it.
         device: the ordinal; None is torch's current device.
+        at_least: weakest evidence of a variant that may serve (``ran``, ``retargeted``, ``glue``); None is any.
     """
-    serve(bundle, device)
+    serve(bundle, device, at_least)
 
 
-def serve(bundle: Bundle, device: int | None = None) -> Callable[[], None]:
+def serve(bundle: Bundle, device: int | None = None, at_least: str | None = None) -> Callable[[], None]:
     """``use_bundle``, and what undoes it: the device is served as it was before."""
     ordinal = _ordinal(device)
     with _lock:
         before = _served.get(ordinal)
-        _served[ordinal] = Served(bundle, ordinal)
+        _served[ordinal] = Served(bundle, ordinal, at_least)
 
     def undo() -> None:
         with _lock:

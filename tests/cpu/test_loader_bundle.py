@@ -103,6 +103,27 @@ def test_preparing_again_gives_the_same_op_and_loads_nothing(opened: Bundle, gpu
     assert len(gpu.log("load")) == loads == 1
 
 
+def test_the_evidence_of_a_variant_can_be_asked_and_asked_for(
+    opened: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (packed,) = [v for v in opened.variants() if v.variant == PACKED]
+    assert opened.evidence("gdn_prefill") == packed.evidence == "ran"
+    assert opened.prepare("gdn_prefill", at_least="ran") is opened.prepare("gdn_prefill")
+    with pytest.raises(
+        InvalidArgument, match="at_least is 'proven'; it must be inspected, glue, retargeted, ran"
+    ):
+        opened.prepare("gdn_prefill", at_least="proven")
+    with pytest.raises(Unsupported, match="this bundle has no variant f16_"):
+        opened.evidence("gdn_prefill", dtype="f16")
+    monkeypatch.setattr(Bundle, "evidence", lambda *_, **__: "glue")
+    assert opened.prepare("gdn_prefill", at_least="glue")
+    with pytest.raises(
+        Unsupported, match=f"evidence for {PACKED} is 'glue'; at least 'retargeted' was asked for"
+    ):
+        opened.prepare("gdn_prefill", at_least="retargeted")
+    assert opened.prepare("gdn_prefill"), "a choice by hand stays open"
+
+
 def test_two_threads_prepare_one_variant_once(opened: Bundle, gpu: FakeGpu) -> None:
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(opened.prepare("gdn_prefill"))) for _ in range(8)]
