@@ -35,7 +35,7 @@ help: ## list the commands
 	@echo 'make artifacts SM=120 [JOBS=N] [RETARGET=90] [PROFILE=default|full]'
 	@echo 'make artifacts SM=120 MODEL=config.json [SET="page_size=32 kv_dtype=e4m3"]'
 	@echo
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 /p' Makefile | while read -r name text; do printf '  %-10s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 /p' Makefile | while read -r name text; do printf '  %-13s %s\n' "$$name" "$$text"; done
 	@echo
 	@echo 'SM is 90, 100, 103, 120, 121, a comma list, or all. PYTHON=python3.12 chooses the Python of the environment.'
 
@@ -67,6 +67,20 @@ PACKAGES := abi export kernels loader loader/integrations manifests patches
 .PHONY: types
 types:
 	@mkdir -p build/types/kernseal && cd build/types/kernseal && for p in $(PACKAGES); do [ -L $${p##*/} ] || ln -s ../../../$$p .; done
+	@cd build/types/kernseal && for p in __init__.py py.typed; do [ -L $$p ] || ln -s ../../../loader/package/$$p $$p; done
+
+.PHONY: example-c example-cpp example-rust
+example-c: $(ENV) ## build the C example and run it over the recording driver, every error path too
+	@command -v cc >/dev/null || { echo 'make example-c: no C compiler (cc) here' >&2; exit 1; }
+	@$(RUN) -m pytest tests/cpu/test_abi_examples.py -v -k "c-gdn"
+
+example-cpp: $(ENV) ## the same for the C++ examples
+	@command -v c++ >/dev/null || { echo 'make example-cpp: no C++ compiler (c++) here' >&2; exit 1; }
+	@$(RUN) -m pytest tests/cpu/test_abi_examples.py -v -k "cpp"
+
+example-rust: $(ENV) ## the same for the Rust crate and its examples
+	@command -v cargo >/dev/null || { echo 'make example-rust: no cargo here' >&2; exit 1; }
+	@$(RUN) -m pytest tests/cpu/test_abi_examples.py -v -k "rust or crate or pin"
 
 .PHONY: bench
 bench: $(ENV) ## time what a user waits for (SM=90 unless given)

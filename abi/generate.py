@@ -1,7 +1,8 @@
 """Writes every file that follows from the YAML: header, declarations, op tables, ABI dump, reference page.
 
 python -m kernseal.abi.generate            rewrite the files
-python -m kernseal.abi.generate --check    fail, naming each file that is not what would be written
+python -m kernseal.abi.generate --check    fail, naming each file that is not what would be written, and whatever of a
+                                           released ABI (abi/released) is gone or changed
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+from kernseal.abi.compatibility import broken
 from kernseal.abi.model import ABI_DIR, Abi, load
 from kernseal.abi.render import dump, template
 
@@ -19,9 +21,15 @@ ROOT = ABI_DIR.parent
 
 TEMPLATES = {
     "abi/generated/kernseal.h": "kernseal.h.j2",
+    "abi/generated/kernseal.hpp": "kernseal.hpp.j2",
+    "abi/generated/kernseal.pc": "kernseal.pc.j2",
+    "abi/generated/kernseal-headers.pc": "kernseal-headers.pc.j2",
+    "abi/generated/kernseal-config.cmake": "kernseal-config.cmake.j2",
+    "abi/generated/kernseal-config-version.cmake": "kernseal-config-version.cmake.j2",
     "abi/generated/kernseal_cdef.h": "kernseal_cdef.h.j2",
-    "abi/generated/kernseal.rs": "kernseal.rs.j2",
+    "abi/rust/src/sys.rs": "kernseal.rs.j2",
     "abi/generated/kernseal_ops.h": "kernseal_ops.h.j2",
+    "abi/generated/kernseal_sizes.h": "kernseal_sizes.h.j2",
     "abi/generated/kernseal_ops.c": "kernseal_ops.c.j2",
     "docs/abi.md": "abi.md.j2",
 }
@@ -46,6 +54,15 @@ def differing(root: Path, abi: Abi) -> list[str]:
     )
 
 
+def incompatible(root: Path, abi: Abi) -> list[str]:
+    """What released callers would miss, each with the release's file."""
+    return [
+        f"{path.relative_to(root)}: {problem}"
+        for path in sorted((root / "abi" / "released").glob("*.json"))
+        for problem in broken(json.loads(path.read_text()), dump(abi))
+    ]
+
+
 def write(root: Path, abi: Abi) -> None:
     for path, text in render_all(abi).items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -62,9 +79,11 @@ def main(argv: list[str] | None = None) -> int:
         write(options.root, abi)
         return 0
     stale = differing(options.root, abi)
-    for path in stale:
-        print(f"{path}: not what the YAML gives; run python -m kernseal.abi.generate", file=sys.stderr)
-    return 1 if stale else 0
+    problems = [f"{path}: not what the YAML gives; run python -m kernseal.abi.generate" for path in stale]
+    problems += incompatible(options.root, abi)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -87,6 +87,16 @@ def header() -> Path:
     return ABI_DIR / "generated" / "kernseal.h"
 
 
+def interface_files() -> dict[str, Path]:
+    """What a C or C++ program is built with, by its path in the bundle; the same for every bundle."""
+    places = {
+        "": ("kernseal.h", "kernseal.hpp"),
+        "lib/cmake/kernseal/": ("kernseal-config.cmake", "kernseal-config-version.cmake"),
+        "lib/pkgconfig/": ("kernseal.pc", "kernseal-headers.pc"),
+    }
+    return {f"{at}{name}": ABI_DIR / "generated" / name for at, names in places.items() for name in names}
+
+
 def cdef() -> str:
     """The declarations for cffi."""
     return (ABI_DIR / "generated" / "kernseal_cdef.h").read_text()

@@ -97,11 +97,16 @@ class Param:
 
 @dataclass(frozen=True)
 class Function:
+    """A public function and its rules: ``errors`` has every status but ok that it can return."""
+
     name: str
     returns: CType
     params: tuple[Param, ...]
     doc: str
+    lifetimes: str
     threads: str
+    streams: str
+    errors: tuple[Constant, ...]
 
 
 @dataclass(frozen=True)
@@ -216,20 +221,21 @@ def load(abi_dir: Path = ABI_DIR, kernels_dir: Path = KERNELS_DIR) -> Abi:
     statuses = yaml.safe_load((abi_dir / "status.yaml").read_text())["statuses"]
     enums = tuple(_enum(name, spec["doc"], spec["values"]) for name, spec in types["enums"].items())
     by_name = {enum.name: enum for enum in enums}
+    status = _enum("kseal_status", "How a call ended.", statuses, prefix="KSEAL")
     ops = tuple(
-        _op(yaml.safe_load(path.read_text()), types["op_functions"], by_name)
+        _op(yaml.safe_load(path.read_text()), types["op_functions"], by_name, status)
         for path in sorted(kernels_dir.glob("*/kernel.yaml"))
     )
     return Abi(
         major=types["abi"]["major"],
         minor=types["abi"]["minor"],
-        statuses=_enum("kseal_status", "How a call ended.", statuses, prefix="KSEAL"),
+        statuses=status,
         enums=enums,
         structs=tuple(
             _struct(name, spec["doc"], spec["access"], spec["fields"])
             for name, spec in types["structs"].items()
         ),
-        functions=tuple(_function(spec, {}) for spec in types["functions"]),
+        functions=tuple(_function(spec, {}, status) for spec in types["functions"]),
         ops=ops,
     )
 
@@ -247,17 +253,22 @@ def _enum(name: str, doc: str, values: Iterable[Mapping[str, Any]], prefix: str 
 
 def _struct(name: str, doc: str, access: str, fields: Iterable[Mapping[str, Any]]) -> Struct:
     size_doc = "sizeof of this struct as the caller was compiled."
-    offset, align, min_size = 0, 1, 0
+    offset, align = 0, 1
     laid_out: list[Field] = []
+    sizes: dict[str | None, int] = {}
     for spec in ({"name": "struct_size", "type": "u32", "doc": size_doc}, *fields):
-        ctype = SCALARS[spec["type"]]
+        ctype, since = SCALARS[spec["type"]], spec.get("since")
+        if sizes and since not in sizes and offset % align:
+            # A caller of that release has whatever it likes there, and says with struct_size that it has the field.
+            raise ValueError(
+                f"{name}.{spec['name']}: lies in the padding that ends the release before {since}"
+            )
         offset += -offset % ctype.size
         align = max(align, ctype.size)
-        laid_out.append(Field(spec["name"], ctype, offset, spec["doc"], spec.get("unit"), spec.get("since")))
+        laid_out.append(Field(spec["name"], ctype, offset, spec["doc"], spec.get("unit"), since))
         offset += ctype.size
-        if "since" not in spec:
-            min_size = offset
-    return Struct(name, doc, access, tuple(laid_out), offset + -offset % align, min_size + -min_size % align)
+        sizes[since] = offset + -offset % align
+    return Struct(name, doc, access, tuple(laid_out), offset + -offset % align, sizes[None])
 
 
 def _param_type(text: str, names: Mapping[str, str]) -> CType:
@@ -273,13 +284,16 @@ def _param_type(text: str, names: Mapping[str, str]) -> CType:
     }[kind]
 
 
-def _function(spec: Mapping[str, Any], names: Mapping[str, str]) -> Function:
+def _function(spec: Mapping[str, Any], names: Mapping[str, str], status: Enum) -> Function:
     return Function(
         name=spec["name"].format(**names),
         returns=SCALARS[spec["returns"]],
         params=tuple(Param(p["name"], _param_type(p["type"], names)) for p in spec["params"]),
-        doc=" ".join(spec["doc"].split()),
+        doc=spec["doc"],
+        lifetimes=spec["lifetimes"].format(**names),
         threads=spec["threads"],
+        streams=spec["streams"],
+        errors=tuple(status.constant(error) for error in spec["errors"]),
     )
 
 
@@ -314,10 +328,25 @@ def _exclude(spec: Mapping[str, Any], axes: tuple[Axis, ...]) -> Exclude:
     return Exclude(spec.get("class"), when, spec["why"])
 
 
-def _op(spec: Mapping[str, Any], functions: Iterable[Mapping[str, Any]], enums: Mapping[str, Enum]) -> Op:
+def _check_axes(op: str, axes: Mapping[str, Axis], fields: Iterable[Mapping[str, Any]]) -> None:
+    """The library hands a config's axes on in the order of its fields, and an old caller's config lacks the new ones."""
+    of_fields = [field for field in fields if "axis" in field]
+    if [field["axis"] for field in of_fields] != list(axes):
+        raise ValueError(f"{op}: config has its axes in another order than axes, or not each once")
+    for field in of_fields:
+        if "since" in field and 0 not in axes[field["axis"]].values.values():
+            raise ValueError(
+                f"{op}: axis {field['axis']} came later; callers before it pass 0, which it lacks"
+            )
+
+
+def _op(
+    spec: Mapping[str, Any], functions: Iterable[Mapping[str, Any]], enums: Mapping[str, Enum], status: Enum
+) -> Op:
     name = spec["op"]
     axes = tuple(_axis(axis, value, enums) for axis, value in spec["axes"].items())
     by_name = {axis.name: axis for axis in axes}
+    _check_axes(name, by_name, spec["abi"]["config"])
     config = [
         {**f, "type": "u32", "doc": _axis_doc(by_name[f["axis"]], spec["axes"][f["axis"]]["doc"])}
         if "axis" in f
@@ -337,6 +366,6 @@ def _op(spec: Mapping[str, Any], functions: Iterable[Mapping[str, Any]], enums: 
         excludes=tuple(_exclude(e, axes) for e in spec.get("excludes", ())),
         limits=_flatten(spec["limits"]),
         functions=tuple(
-            _function(f, {"op": name}) for f in functions if f.get("needs") in (None, *arg_names)
+            _function(f, {"op": name}, status) for f in functions if f.get("needs") in (None, *arg_names)
         ),
     )

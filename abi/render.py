@@ -36,6 +36,17 @@ def comment(text: str, indent: int) -> str:
     return f"{pad}/* " + f"\n{pad} * ".join(lines) + " */"
 
 
+def rules(function: Function) -> list[tuple[str, str]]:
+    """What a caller has to keep to and to expect."""
+    errors = ", ".join(error.c_name for error in function.errors)
+    return [
+        ("Lifetimes", function.lifetimes),
+        ("Threads", function.threads),
+        ("Streams", function.streams),
+        ("Errors", f"{errors}." if errors else "None."),
+    ]
+
+
 def field_doc(field: Field) -> str:
     unit = f" In {field.unit}." if field.unit else ""
     since = f" Since {field.since}." if field.since else ""
@@ -46,11 +57,6 @@ def access(struct: Struct) -> str:
     if struct.access == "out":
         return "The caller sets struct_size, the call writes the rest."
     return "Read during the call only."
-
-
-def min_size(struct: Struct) -> str:
-    """C for the least struct_size a caller may pass."""
-    return f"sizeof({struct.name})" if struct.min_size == struct.size else f"{struct.min_size}u"
 
 
 def rustdoc(text: str) -> str:
@@ -77,7 +83,7 @@ def template(name: str) -> jinja2.Template:
         "comment": comment,
         "field_doc": field_doc,
         "access": access,
-        "min_size": min_size,
+        "rules": rules,
     }
     env.filters |= {"rustdoc": rustdoc, "pascal": pascal, "cstring": json.dumps}
     return env.get_template(name)

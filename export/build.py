@@ -278,7 +278,7 @@ def contents(made: Plan, built: Mapping[str, Built], options: Options) -> dict[s
         found[host.NAME] = host.link(
             toolchain.zig_argv(), made.target, records(made, built), objects, Path(name)
         )
-    found["kernseal.h"] = library.header().read_bytes()
+    found |= {name: path.read_bytes() for name, path in library.interface_files().items()}
     found[sbom.FILE] = _sbom(made)
     hashes = {name: files.sha256_bytes(data) for name, data in found.items()}
     found["kernseal_pins.h"] = pins_header(made.target.arch, hashes).encode()
@@ -411,6 +411,7 @@ def _identity(made: Plan, options: Options, revision: git.Revision, key: signing
         for folder in library.include_dirs()
         for path in sorted(folder.glob("*.h"))
     }
+    headers |= {name: files.sha256_file(path) for name, path in library.interface_files().items()}
     # What the manifest says beyond the variants' inputs: semantics, evidence, licences, tools.
     said = {
         path.relative_to(root).as_posix(): files.sha256_file(path) for path in sorted(root.rglob("*.yaml"))

@@ -36,6 +36,9 @@ def library_inputs(made: Plan) -> dict[str, str]:
         found |= {
             f"{folder.name}/{path.name}": files.sha256_file(path) for path in sorted(folder.glob("*.h"))
         }
+    found |= {
+        f"generated/{path.name}": files.sha256_file(path) for path in library.interface_files().values()
+    }
     known = {
         f"{p.op.name}/{p.variant.class_name}": evidence.of(p.op, p.variant.class_name, made.target)
         for p in made.planned

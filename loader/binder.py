@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
-from .errors import InvalidArgument, KernsealError
+from .errors import InvalidArgument, InvalidArgumentType, KernsealError
 from .layout import Layout
 from .operands import Operand, OpSpec
-from .tensors import HOST, ITEM_BYTES, View, dense_strides, reader_of, row_stride, stream_handle
+from .tensors import HOST, ITEM_BYTES, UNKNOWN, View, dense_strides, reader_of, row_stride, stream_handle
 
 _BYTES = "bytes"
 
@@ -38,7 +38,7 @@ class Binder:
         values = {**self._defaults, **args}
         if len(values) != len(self._defaults):
             unknown = ", ".join(name for name in args if name not in self._defaults)
-            raise InvalidArgument(f"{unknown}: no such field; there are {', '.join(self._defaults)}")
+            raise InvalidArgumentType(f"{unknown}: no such field; there are {', '.join(self._defaults)}")
         stream = values["stream"] = stream_handle(values["stream"])
         views: dict[str, View] = {}
         for name in self._operands:
@@ -47,7 +47,7 @@ class Binder:
                 if value is None:
                     values[name] = 0
                 else:
-                    views[name] = view = reader_of(name, value)(value, stream)
+                    views[name] = view = reader_of(name, value)(name, value, stream)
                     values[name] = view[0]
         if views:
             self._fill_sizes(args, values, views)
@@ -76,7 +76,7 @@ class Binder:
         for name, view in views.items():
             _, where, dtype, shape, strides = view
             expected = self._operands[name]
-            if where != device:
+            if where != device and where != UNKNOWN:
                 if device is not None or where == HOST:
                     raise _wrong_device(name, where, device)
                 device = where

@@ -1,4 +1,8 @@
-"""The one exception tree. Names and values are those of ``abi/status.yaml``."""
+"""The one exception tree. Names and values are those of ``abi/status.yaml``.
+
+What Python has a class for is that as well: an argument outside what is allowed is a ValueError, one of another type, an
+unknown or a missing one a TypeError.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,13 @@ class KernsealError(Exception):
     exit_code: ClassVar[int] = 1
 
 
-def _error(status: str, value: int, exit_code: int, doc: str) -> type[KernsealError]:
+def _error(
+    status: str, value: int, exit_code: int, doc: str, also: tuple[type[Exception], ...] = ()
+) -> type[KernsealError]:
     name = "".join(part.title() for part in status.split("_"))
     return type(
         name,
-        (KernsealError,),
+        (KernsealError, *also),
         {
             "status": status,
             "value": value,
@@ -35,16 +41,20 @@ def _error(status: str, value: int, exit_code: int, doc: str) -> type[KernsealEr
 
 
 InvalidArgument = _error(
-    "invalid_argument", 1, 2, "A field has a value outside what its documentation allows."
+    "invalid_argument", 1, 2, "A field has a value outside what its documentation allows.", (ValueError,)
 )
 Unsupported = _error(
     "unsupported", 2, 2, "Valid, but no variant of this bundle does it; the message lists what is there."
 )
-Misaligned = _error("misaligned", 3, 2, "A pointer or stride is not aligned as the field asks.")
-WorkspaceTooSmall = _error(
-    "workspace_too_small", 4, 2, "workspace_bytes is less than the workspace query gives."
+Misaligned = _error(
+    "misaligned", 3, 2, "A pointer or stride is not aligned as the field asks.", (ValueError,)
 )
-Overflow = _error("overflow", 5, 2, "Sizes whose products do not fit the kernel's index arithmetic.")
+WorkspaceTooSmall = _error(
+    "workspace_too_small", 4, 2, "workspace_bytes is less than the workspace query gives.", (ValueError,)
+)
+Overflow = _error(
+    "overflow", 5, 2, "Sizes whose products do not fit the kernel's index arithmetic.", (ValueError,)
+)
 AbiMismatch = _error(
     "abi_mismatch", 6, 3, "Caller and library were built against ABIs that do not fit together."
 )
@@ -75,5 +85,10 @@ RuleFailed = _error(
 SourceInvalid = _error("source_invalid", 25, 9, "The FlashInfer source is not the pinned one.")
 ToolchainInvalid = _error("toolchain_invalid", 26, 9, "An installed tool is not the pinned one.")
 PinsDiffer = _error("pins_differ", 27, 10, "A build's hashes are not the committed pins.")
+
+
+class InvalidArgumentType(InvalidArgument, TypeError):  # type: ignore[misc, valid-type]
+    """InvalidArgument for a value of another type, and for a field that is unknown or missing."""
+
 
 BY_VALUE: dict[int, type[KernsealError]] = {e.value: e for e in KernsealError.__subclasses__()}

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import InvalidArgument, KernsealError
+from .errors import InvalidArgument, InvalidArgumentType, KernsealError
 
 _CODES = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "uint64_t": "Q", "float": "f", "double": "d"}
 _SIZE_FIELD = "struct_size"
@@ -44,7 +44,7 @@ class Layout:
     def _misfit(self, values: Sequence[Any]) -> KernsealError:
         missing = [name for name, value in zip(self.names, values, strict=True) if value is None]
         if missing:
-            return InvalidArgument(f"missing: {', '.join(missing)}; pass them, or tensors that show them")
+            return InvalidArgumentType(f"missing: {', '.join(missing)}; pass them, or tensors that show them")
         zeros: list[Any] = [0] * len(self.names)
         for index, (name, value) in enumerate(zip(self.names, values, strict=True)):
             row = list(zeros)
@@ -52,7 +52,8 @@ class Layout:
             try:
                 self._codes.pack(self._size, *row)
             except (struct.error, OverflowError, TypeError) as error:
-                return InvalidArgument(f"{name}: {value!r} does not fit the field: {error}")
+                kind = InvalidArgument if isinstance(value, (int, float)) else InvalidArgumentType
+                return kind(f"{name}: {value!r} does not fit the field: {error}")
         return InvalidArgument("arguments do not fit their fields")
 
 

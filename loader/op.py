@@ -12,10 +12,11 @@ from types import ModuleType
 from typing import Any
 
 from .binder import Binder
-from .errors import InvalidArgument, KernsealError, Unsupported
+from .errors import InvalidArgument, InvalidArgumentType, KernsealError, Unsupported
 from .layout import Layout
 from .library import Library
 from .operands import OpSpec
+from .tensors import current_stream
 
 
 def load_spec(op: str) -> OpSpec:
@@ -63,20 +64,22 @@ class Op:
     def run(self, **args: Any) -> None:
         """Launch on ``stream``. Allocates no device memory, takes no lock, does not synchronise; capturable.
 
-        A pointer field takes an address (trusted), a torch tensor or a DLPack object. Of the latter
-        device, element type, shape and strides are checked, and sizes and strides that are not passed
-        follow from them. ``stream`` is a CUstream address, a torch stream or an object with
-        ``__cuda_stream__``. The caller keeps the memory until the work is done.
+        A pointer field takes an address (trusted), a torch tensor, or an object with ``__dlpack__`` or
+        ``__cuda_array_interface__``. Of the latter device, element type, shape and strides are checked, and
+        sizes and strides that are not passed follow from them. ``stream`` is a CUstream address, a torch
+        stream or an object with ``__cuda_stream__``; without it, torch tensors are used on torch's current
+        stream, and anything else is refused. The caller keeps the memory until the work is done.
 
         Raises:
-            InvalidArgument: a field is unknown, missing, contradicts another, or its value is not allowed.
+            InvalidArgument: a field contradicts another, or its value is not allowed.
+            InvalidArgumentType: a field is unknown, missing or not of its type.
             KernsealError: what the C library says; see ``kseal_<op>_run``.
         """
         handle = self._handle
         if handle is None:
             raise self._closed()
-        if "stream" not in args:
-            raise InvalidArgument("stream: missing; 0 is the legacy default stream")
+        if args.get("stream") is None:
+            args["stream"] = current_stream(args.values())
         values = self._binder.values(args)
         status = self._run(handle, self._layout.pack(self._fields(values)))
         if status:
@@ -105,6 +108,8 @@ class Op:
         status = self._run(handle, self._layout.pack(values))
         if status:
             raise self._library.error(status)
+
+    __call__ = run
 
     def workspace_size(self, **args: Any) -> int:
         """Return the bytes of workspace that ``run`` needs with these sizes; takes what ``run`` takes.
@@ -142,11 +147,11 @@ def _full_config(layout: Layout, spec: OpSpec, library: Library, config: Mapping
     """Return every config field with its value in words."""
     for name in config:
         if name not in layout.names:
-            raise InvalidArgument(f"{name}: no such axis; there are {', '.join(layout.names)}")
+            raise InvalidArgumentType(f"{name}: no such axis; there are {', '.join(layout.names)}")
     full = {name: spec.config_defaults.get(name) for name in layout.names} | dict(config)
     for name, value in full.items():
         if value is None:
-            raise InvalidArgument(f"{name}: missing")
+            raise InvalidArgumentType(f"{name}: missing")
         if name in spec.config_enums:
             known = library.enum(spec.config_enums[name])
             if value not in known:

@@ -1,29 +1,32 @@
 """What a call needs to know of a tensor: address, device, element type, shape, strides.
 
-torch tensors are read through their own methods (torch is never imported here), all others through DLPack.
+torch tensors are read through their own methods (torch is never imported here), all others through DLPack, or through
+``__cuda_array_interface__`` where that is all they have.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from .errors import InvalidArgument, Unsupported
+from .errors import InvalidArgument, InvalidArgumentType, Unsupported
 
 HOST = -1
 """Device of memory that no CUDA device owns."""
+UNKNOWN = -2
+"""Device of memory whose protocol does not tell: CUDA memory, taken to be where the op runs."""
 
 ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "u32": 4, "i64": 8, "u8": 1, "i8": 1, "e4m3": 1}
 
 
 View = tuple[int, int, str, tuple[int, ...], "tuple[int, ...] | None"]
-"""One tensor, described: address, CUDA device (or HOST), element type, shape, and strides in elements
+"""One tensor, described: address, CUDA device (or HOST, UNKNOWN), element type, shape, and strides in elements
 (None for a dense row-major tensor). A plain tuple, since a call makes a dozen of them."""
 
-Reader = Callable[[Any, int], View]
-"""Reads an object; the second argument is the stream that will use it."""
+Reader = Callable[[str, Any, int], View]
+"""Reads an object, given the field it is for and the stream that will use it."""
 
 _readers: dict[type, Reader] = {}
 
@@ -32,7 +35,7 @@ def reader_of(name: str, value: object) -> Reader:
     """Return what reads objects of ``value``'s type.
 
     Raises:
-        InvalidArgument: ``value`` is neither a torch tensor nor a DLPack object.
+        InvalidArgumentType: ``value`` is none of the objects that can be read.
     """
     kind = type(value)
     reader = _readers.get(kind)
@@ -42,9 +45,12 @@ def reader_of(name: str, value: object) -> Reader:
             reader = _torch_reader(torch)
         elif hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
             reader = _read_dlpack
+        elif hasattr(value, "__cuda_array_interface__"):
+            reader = _read_cuda_array
         else:
-            raise InvalidArgument(
-                f"{name}: expected a tensor, a DLPack object or an address (int), got {kind.__name__}"
+            raise InvalidArgumentType(
+                f"{name}: expected a tensor, an object with __dlpack__ or __cuda_array_interface__, or an "
+                f"address (int), got {kind.__name__}"
             )
         _readers[kind] = reader
     return reader
@@ -63,7 +69,7 @@ def _torch_reader(torch: Any) -> Reader:
         torch.float8_e4m3fn: "e4m3",
     }
 
-    def read(tensor: Any, stream: int) -> View:
+    def read(name: str, tensor: Any, stream: int) -> View:
         dtype = tensor.dtype
         return (
             tensor.data_ptr(),
@@ -110,7 +116,7 @@ _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
-def _read_dlpack(value: Any, stream: int) -> View:
+def _read_dlpack(name: str, value: Any, stream: int) -> View:
     kind, _ = value.__dlpack_device__()
     on_cuda = int(kind) in _DLPACK_CUDA
     capsule = value.__dlpack__(**({"stream": stream or _DLPACK_LEGACY_STREAM} if on_cuda else {}))
@@ -118,7 +124,7 @@ def _read_dlpack(value: Any, stream: int) -> View:
     # caller's.
     address = _capsule_pointer(capsule, b"dltensor")
     if address is None:
-        raise Unsupported("a DLPack capsule without a tensor")
+        raise Unsupported(f"{name}: a DLPack capsule without a tensor")
     tensor = _DLTensor.from_address(address)
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
@@ -130,6 +136,44 @@ def _read_dlpack(value: Any, stream: int) -> View:
         shape,
         None if strides == dense_strides(shape) else strides,
     )
+
+
+_TYPESTR_DTYPES = {"f2": "f16", "f4": "f32", "i1": "i8", "i4": "i32", "i8": "i64", "u1": "u8", "u4": "u32"}
+
+
+def _read_cuda_array(name: str, value: Any, stream: int) -> View:
+    """Version 2 or 3 of the protocol. It has no bfloat16 and no 8-bit float, and does not tell the device."""
+    described = value.__cuda_array_interface__
+    theirs = described.get("stream")
+    # The protocol leaves it to the reader to wait for their stream; a run does not wait.
+    if theirs is not None and theirs != (stream or _DLPACK_LEGACY_STREAM):
+        raise InvalidArgument(
+            f"{name}: its work is on stream {theirs}; run there, or synchronise and pass it without"
+        )
+    shape, typestr = tuple(described["shape"]), described["typestr"]
+    dtype = _TYPESTR_DTYPES.get(typestr[1:]) if typestr[0] in "<|=" else None
+    return (
+        described["data"][0],
+        UNKNOWN,
+        dtype or f"typestr {typestr!r}",
+        shape,
+        _strides_of_bytes(name, described.get("strides"), dtype, shape),
+    )
+
+
+def _strides_of_bytes(
+    name: str, strides: tuple[int, ...] | None, dtype: str | None, shape: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """In elements; None for a dense tensor, and for one whose element type is going to be refused."""
+    if strides is None or dtype is None:
+        return None
+    size = ITEM_BYTES[dtype]
+    if any(stride % size for stride in strides):
+        raise InvalidArgument(
+            f"{name}: strides {tuple(strides)} must be multiples of its {size}-byte elements"
+        )
+    elements = tuple(stride // size for stride in strides)
+    return None if elements == dense_strides(shape) else elements
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -167,7 +211,7 @@ def stream_handle(stream: object) -> int:
     """Return the CUstream behind an int, a torch stream or an object with ``__cuda_stream__``.
 
     Raises:
-        InvalidArgument: it is none of these.
+        InvalidArgumentType: it is none of these.
     """
     if type(stream) is int:
         return stream
@@ -179,7 +223,23 @@ def stream_handle(stream: object) -> int:
         version, handle = protocol()
         if version == 0:
             return int(handle)
-    raise InvalidArgument(
+    raise InvalidArgumentType(
         "stream: expected a CUstream (int; 0 is the legacy default stream), a torch stream or an object with "
         f"__cuda_stream__ version 0, got {type(stream).__name__}"
+    )
+
+
+def current_stream(values: Iterable[object]) -> int:
+    """Return torch's current stream on the device of the first CUDA tensor of torch's among ``values``.
+
+    Raises:
+        InvalidArgumentType: there is none, and no other memory says on which stream its work is.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                return int(torch.cuda.current_stream(value.device).cuda_stream)
+    raise InvalidArgumentType(
+        "stream: missing; torch tensors have a current one, 0 is the legacy default stream"
     )

@@ -16,6 +16,7 @@ CACHE = ROOT / "build" / "test-cache"
 PACKED = "bf16_sf32_hvk_i64_init_packed_alpha_beta"
 POOLED_HKV = "bf16_sf32_hkv_i64_init_pooled_alpha_beta"
 BOTH = (PACKED, POOLED_HKV)
+XQA = "bf16_kvbf16_obf16_d128_g8_p16"
 
 
 @contextmanager

@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "kernseal_sizes.h"
 #include "variant.h"
 
 static kseal_status check_args(const kseal_open_args *args) {
@@ -45,7 +46,7 @@ KSEAL_API kseal_status kseal_open(const kseal_open_args *args, kseal_bundle **bu
     if (bundle == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "bundle is null");
     *bundle = NULL;
-    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof a, args, "kseal_open_args");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_OPEN_ARGS_MIN_SIZE, args, "kseal_open_args");
     if (status == KSEAL_OK)
         status = check_args(&a);
     if (status == KSEAL_OK)
@@ -79,14 +80,10 @@ KSEAL_API uint32_t kseal_variant_count(kseal_bundle *bundle) {
 KSEAL_API kseal_status kseal_variant_at(kseal_bundle *bundle, uint32_t index, kseal_variant_info *info) {
     if (bundle == NULL || info == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "%s is null", bundle == NULL ? "bundle" : "info");
-    if (info->struct_size < sizeof *info)
-        return kseal_fail(KSEAL_ABI_MISMATCH, "kseal_variant_info.struct_size is %u; at least %zu is needed",
-                          info->struct_size, sizeof *info);
     if (index >= kseal_variant_total)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "index is %u; there are %u variants", index, kseal_variant_total);
     const struct kseal_variant *v = &kseal_variants[index];
-    *info = (kseal_variant_info){
-        .struct_size = info->struct_size,
+    const kseal_variant_info ours = {
         .evidence = v->evidence,
         .op = v->op,
         .variant = v->name,
@@ -102,5 +99,5 @@ KSEAL_API kseal_status kseal_variant_at(kseal_bundle *bundle, uint32_t index, ks
         .static_smem = v->static_smem,
         .dynamic_smem = v->dynamic_smem,
     };
-    return KSEAL_OK;
+    return kseal_write_struct(info, KSEAL_VARIANT_INFO_MIN_SIZE, &ours, sizeof ours, "kseal_variant_info");
 }

@@ -4,8 +4,10 @@
  *
  * Rules that hold throughout:
  *  - A call that returns kseal_status returns KSEAL_OK or the reason why it did nothing; kseal_last_error has the details.
+ *    A caller must expect numbers that it does not know, from a later library; kseal_status_name still names them.
  *  - Every struct starts with struct_size, which the caller sets to its sizeof. A field is only ever appended, and reads as
- *    zero where the caller's struct ends before it. Numbers and functions are only ever added.
+ *    zero where the caller's struct ends before it. Numbers and functions are only ever added. So an older caller works with
+ *    a newer library. The other way round, a field that the library lacks must be zero: KSEAL_ABI_MISMATCH otherwise.
  *  - Structs that are passed in are read during the call only. Handles are opaque and owned by the caller.
  *  - Pointers documented with a shape are device addresses; they are never dereferenced on the host.
  *  - Nothing prints, aborts, installs a handler or changes the current CUDA context.
@@ -107,7 +109,7 @@ typedef struct kseal_open_args {
     uint32_t abi_version;
     /* Bits of kseal_open_flag; 0 for none. */
     uint32_t flags;
-    /* Path of the bundle folder, not a symbolic link. Read during the call only. */
+    /* Path of the bundle folder, not a symbolic link. */
     const char *bundle_path;
 } kseal_open_args;
 
@@ -146,34 +148,57 @@ typedef struct kseal_variant_info {
 } kseal_variant_info;
 
 /* KSEAL_ABI_VERSION of the library.
- * Threads: Any thread, any time. */
+ * Lifetimes: A number.
+ * Threads: Any, any time.
+ * Streams: None. Allowed under graph capture.
+ * Errors: None. */
 KSEAL_API uint32_t kseal_abi_version(void);
 
-/* Name of a status such as "misaligned", or "?" for a number that is none. The string is static.
- * Threads: Any thread, any time. */
+/* Name of a status such as "misaligned", or "?" for a number that is none.
+ * Lifetimes: The string is static and stays until the library is unloaded.
+ * Threads: Any, any time.
+ * Streams: None. Allowed under graph capture.
+ * Errors: None. */
 KSEAL_API const char *kseal_status_name(kseal_status status);
 
-/* Message of the last call on this thread that did not return KSEAL_OK; "" where there was none. Valid until
- * the next failure on this thread.
- * Threads: Any thread, any time. */
+/* Message of the last call on this thread that did not return KSEAL_OK; "" where there was none. A call that
+ * works leaves it as it is.
+ * Lifetimes: Valid until the next failure on this thread, or the end of the thread.
+ * Threads: Any, any time; each has its own message.
+ * Streams: None. Allowed under graph capture.
+ * Errors: None. */
 KSEAL_API const char *kseal_last_error(void);
 
-/* Opens a bundle folder and loads the CUDA driver. The folder stays open, so a later rename changes nothing. On
- * failure *bundle is NULL.
- * Threads: Any thread. Not under graph capture. */
+/* Opens a bundle folder and loads the CUDA driver. On failure *bundle is NULL.
+ * Lifetimes: *bundle is the caller's until kseal_close. The folder stays open until then, so a later rename
+ * changes nothing. A bundle may be opened several times, and libraries of several bundles used in one process.
+ * Threads: Any.
+ * Streams: None. Not under graph capture, since it may start the driver.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING, KSEAL_MALFORMED,
+ * KSEAL_NO_DRIVER, KSEAL_DRIVER_ERROR, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
 KSEAL_API kseal_status kseal_open(const kseal_open_args *args, kseal_bundle **bundle);
 
-/* Closes a bundle; NULL is allowed. Prepared handles stay valid, they do not need their bundle any more.
- * Threads: Once per bundle, when no other call uses it. */
+/* Closes a bundle; NULL is allowed.
+ * Lifetimes: The bundle is gone. Prepared handles stay valid, they do not need their bundle any more.
+ * Threads: Once per bundle, when no other call uses it.
+ * Streams: None. Allowed under graph capture.
+ * Errors: None. */
 KSEAL_API void kseal_close(kseal_bundle *bundle);
 
 /* Number of variants in the library.
- * Threads: Any thread. */
+ * Lifetimes: A number, the same until the library is unloaded.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: None. */
 KSEAL_API uint32_t kseal_variant_count(kseal_bundle *bundle);
 
 /* Describes variant `index`, counted from 0 in a fixed order. Set info->struct_size first; no more than that is
- * written.
- * Threads: Any thread. */
+ * written, and what a later release knows and this one does not is zero.
+ * Lifetimes: The strings in *info are the library's and stay until it is unloaded, also when the bundle is
+ * closed.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_ABI_MISMATCH. */
 KSEAL_API kseal_status kseal_variant_at(kseal_bundle *bundle, uint32_t index, kseal_variant_info *info);
 
 /* gdn_prefill: Gated delta rule (GDN) prefill over packed sequences, one fused kernel launch.
@@ -194,8 +219,6 @@ typedef struct kseal_gdn_prefill_config {
     uint32_t struct_size;
     /* CUDA device ordinal, or -1 for the device of the current context. */
     int32_t device;
-    /* Stream that runs will use, or null: prepare refuses while it is being captured. */
-    void *stream;
     /* Element type of q, k, v and o. kseal_dtype: bf16, f16. */
     uint32_t dtype;
     /* Element type of the states and checkpoints. kseal_dtype: f32, bf16. */
@@ -214,6 +237,8 @@ typedef struct kseal_gdn_prefill_config {
     uint32_t beta;
     /* 1 when runs store the state every checkpoint_every tokens. */
     uint32_t checkpoints;
+    /* Stream that runs will use, or null: prepare refuses while it is being captured. */
+    void *stream;
 } kseal_gdn_prefill_config;
 
 /* What one run of gdn_prefill gets. Read during the call only. */
@@ -296,25 +321,44 @@ typedef struct kseal_gdn_prefill_args {
  * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
  * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
  * *handle is NULL and nothing stays loaded.
- * Threads: Any thread. Not under graph capture. */
+ * Lifetimes: *handle is the caller's until kseal_gdn_prefill_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
 KSEAL_API kseal_status kseal_gdn_prefill_prepare(kseal_bundle *bundle,
     const kseal_gdn_prefill_config *config,
     kseal_gdn_prefill **handle);
 
-/* Bytes of workspace that a run with these args needs. Looks at no pointer in args.
- * Threads: Any thread. */
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
 KSEAL_API kseal_status kseal_gdn_prefill_workspace_size(kseal_gdn_prefill *handle,
     const kseal_gdn_prefill_args *args,
     uint64_t *bytes);
 
-/* Validates args and launches on args->stream, with the device of the handle current. Does not allocate, lock,
- * load or wait, and can be captured into a graph. Device memory must stay valid until the launch has finished.
- * Threads: Any thread, also several at once with the same handle and different workspaces. */
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
 KSEAL_API kseal_status kseal_gdn_prefill_run(kseal_gdn_prefill *handle, const kseal_gdn_prefill_args *args);
 
-/* Frees a handle; NULL is allowed. The handle is gone whatever is returned. The last handle of a variant
- * unloads it, so its launches must have finished and no graph that holds them may be launched again.
- * Threads: Once per handle, when no other call uses it. Not under graph capture. */
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
 KSEAL_API kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle);
 
 /* xqa_decode: Decode attention over a paged KV cache (MQA, GQA, MHA), one query token a sequence or a few
@@ -476,31 +520,54 @@ typedef struct kseal_xqa_decode_args {
  * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
  * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
  * *handle is NULL and nothing stays loaded.
- * Threads: Any thread. Not under graph capture. */
+ * Lifetimes: *handle is the caller's until kseal_xqa_decode_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
 KSEAL_API kseal_status kseal_xqa_decode_prepare(kseal_bundle *bundle,
     const kseal_xqa_decode_config *config,
     kseal_xqa_decode **handle);
 
-/* Bytes of workspace that a run with these args needs. Looks at no pointer in args.
- * Threads: Any thread. */
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
 KSEAL_API kseal_status kseal_xqa_decode_workspace_size(kseal_xqa_decode *handle,
     const kseal_xqa_decode_args *args,
     uint64_t *bytes);
 
-/* Bytes of semaphores that a run with these args needs. Looks at no pointer in args.
- * Threads: Any thread. */
+/* Bytes of semaphores that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
 KSEAL_API kseal_status kseal_xqa_decode_semaphores_size(kseal_xqa_decode *handle,
     const kseal_xqa_decode_args *args,
     uint64_t *bytes);
 
-/* Validates args and launches on args->stream, with the device of the handle current. Does not allocate, lock,
- * load or wait, and can be captured into a graph. Device memory must stay valid until the launch has finished.
- * Threads: Any thread, also several at once with the same handle and different workspaces. */
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
 KSEAL_API kseal_status kseal_xqa_decode_run(kseal_xqa_decode *handle, const kseal_xqa_decode_args *args);
 
-/* Frees a handle; NULL is allowed. The handle is gone whatever is returned. The last handle of a variant
- * unloads it, so its launches must have finished and no graph that holds them may be launched again.
- * Threads: Once per handle, when no other call uses it. Not under graph capture. */
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
 KSEAL_API kseal_status kseal_xqa_decode_release(kseal_xqa_decode *handle);
 
 /* xqa_mla: Multi-head latent attention decode over a paged cache, 128 query heads, one query token a sequence,
@@ -592,25 +659,44 @@ typedef struct kseal_xqa_mla_args {
  * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
  * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
  * *handle is NULL and nothing stays loaded.
- * Threads: Any thread. Not under graph capture. */
+ * Lifetimes: *handle is the caller's until kseal_xqa_mla_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
 KSEAL_API kseal_status kseal_xqa_mla_prepare(kseal_bundle *bundle,
     const kseal_xqa_mla_config *config,
     kseal_xqa_mla **handle);
 
-/* Bytes of workspace that a run with these args needs. Looks at no pointer in args.
- * Threads: Any thread. */
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
 KSEAL_API kseal_status kseal_xqa_mla_workspace_size(kseal_xqa_mla *handle,
     const kseal_xqa_mla_args *args,
     uint64_t *bytes);
 
-/* Validates args and launches on args->stream, with the device of the handle current. Does not allocate, lock,
- * load or wait, and can be captured into a graph. Device memory must stay valid until the launch has finished.
- * Threads: Any thread, also several at once with the same handle and different workspaces. */
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
 KSEAL_API kseal_status kseal_xqa_mla_run(kseal_xqa_mla *handle, const kseal_xqa_mla_args *args);
 
-/* Frees a handle; NULL is allowed. The handle is gone whatever is returned. The last handle of a variant
- * unloads it, so its launches must have finished and no graph that holds them may be launched again.
- * Threads: Once per handle, when no other call uses it. Not under graph capture. */
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
 KSEAL_API kseal_status kseal_xqa_mla_release(kseal_xqa_mla *handle);
 
 #ifdef __cplusplus

@@ -78,7 +78,6 @@ typedef struct kseal_variant_info {
 typedef struct kseal_gdn_prefill_config {
     uint32_t struct_size;
     int32_t device;
-    void *stream;
     uint32_t dtype;
     uint32_t state_dtype;
     uint32_t state_layout;
@@ -88,6 +87,7 @@ typedef struct kseal_gdn_prefill_config {
     uint32_t alpha;
     uint32_t beta;
     uint32_t checkpoints;
+    void *stream;
 } kseal_gdn_prefill_config;
 typedef struct kseal_gdn_prefill_args {
     uint32_t struct_size;

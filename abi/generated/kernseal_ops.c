@@ -2,6 +2,7 @@
 #include "kernseal_ops.h"
 
 #include "abi.h"
+#include "kernseal_sizes.h"
 
 KSEAL_API uint32_t kseal_abi_version(void) { return KSEAL_ABI_VERSION; }
 
@@ -149,7 +150,7 @@ KSEAL_API kseal_status kseal_gdn_prefill_prepare(kseal_bundle *bundle, const kse
     if (handle == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "gdn_prefill: handle is null");
     *handle = NULL;
-    kseal_status status = kseal_read_struct(&c, sizeof c, sizeof(kseal_gdn_prefill_config), config, "kseal_gdn_prefill_config");
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_GDN_PREFILL_CONFIG_MIN_SIZE, config, "kseal_gdn_prefill_config");
     if (status != KSEAL_OK)
         return status;
     const uint32_t axes[] = {c.dtype, c.state_dtype, c.state_layout, c.index_dtype, c.initial_state, c.pooled, c.alpha, c.beta, c.checkpoints};
@@ -163,7 +164,7 @@ KSEAL_API kseal_status kseal_gdn_prefill_workspace_size(kseal_gdn_prefill *handl
     kseal_gdn_prefill_args a;
     if (handle == NULL || bytes == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "gdn_prefill: %s is null", handle == NULL ? "handle" : "bytes");
-    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_gdn_prefill_args), args, "kseal_gdn_prefill_args");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_GDN_PREFILL_ARGS_MIN_SIZE, args, "kseal_gdn_prefill_args");
     if (status != KSEAL_OK)
         return status;
     return kseal_gdn_prefill_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
@@ -173,7 +174,7 @@ KSEAL_API kseal_status kseal_gdn_prefill_run(kseal_gdn_prefill *handle, const ks
     kseal_gdn_prefill_args a;
     if (handle == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "gdn_prefill: handle is null");
-    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_gdn_prefill_args), args, "kseal_gdn_prefill_args");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_GDN_PREFILL_ARGS_MIN_SIZE, args, "kseal_gdn_prefill_args");
     if (status != KSEAL_OK)
         return status;
     return kseal_gdn_prefill_launch_run((const struct kseal_handle *)handle, &a);
@@ -539,7 +540,7 @@ KSEAL_API kseal_status kseal_xqa_decode_prepare(kseal_bundle *bundle, const ksea
     if (handle == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_decode: handle is null");
     *handle = NULL;
-    kseal_status status = kseal_read_struct(&c, sizeof c, sizeof(kseal_xqa_decode_config), config, "kseal_xqa_decode_config");
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_XQA_DECODE_CONFIG_MIN_SIZE, config, "kseal_xqa_decode_config");
     if (status != KSEAL_OK)
         return status;
     const uint32_t axes[] = {c.dtype, c.kv_dtype, c.out_dtype, c.head_dim, c.group_size, c.page_size, c.sliding_window, c.spec_decode, c.fp8_math};
@@ -553,7 +554,7 @@ KSEAL_API kseal_status kseal_xqa_decode_workspace_size(kseal_xqa_decode *handle,
     kseal_xqa_decode_args a;
     if (handle == NULL || bytes == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_decode: %s is null", handle == NULL ? "handle" : "bytes");
-    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_xqa_decode_args), args, "kseal_xqa_decode_args");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_XQA_DECODE_ARGS_MIN_SIZE, args, "kseal_xqa_decode_args");
     if (status != KSEAL_OK)
         return status;
     return kseal_xqa_decode_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
@@ -564,7 +565,7 @@ KSEAL_API kseal_status kseal_xqa_decode_semaphores_size(kseal_xqa_decode *handle
     kseal_xqa_decode_args a;
     if (handle == NULL || bytes == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_decode: %s is null", handle == NULL ? "handle" : "bytes");
-    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_xqa_decode_args), args, "kseal_xqa_decode_args");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_XQA_DECODE_ARGS_MIN_SIZE, args, "kseal_xqa_decode_args");
     if (status != KSEAL_OK)
         return status;
     return kseal_xqa_decode_launch_semaphores((const struct kseal_handle *)handle, &a, bytes);
@@ -574,7 +575,7 @@ KSEAL_API kseal_status kseal_xqa_decode_run(kseal_xqa_decode *handle, const ksea
     kseal_xqa_decode_args a;
     if (handle == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_decode: handle is null");
-    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_xqa_decode_args), args, "kseal_xqa_decode_args");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_XQA_DECODE_ARGS_MIN_SIZE, args, "kseal_xqa_decode_args");
     if (status != KSEAL_OK)
         return status;
     return kseal_xqa_decode_launch_run((const struct kseal_handle *)handle, &a);
@@ -614,7 +615,7 @@ KSEAL_API kseal_status kseal_xqa_mla_prepare(kseal_bundle *bundle, const kseal_x
     if (handle == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_mla: handle is null");
     *handle = NULL;
-    kseal_status status = kseal_read_struct(&c, sizeof c, sizeof(kseal_xqa_mla_config), config, "kseal_xqa_mla_config");
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_XQA_MLA_CONFIG_MIN_SIZE, config, "kseal_xqa_mla_config");
     if (status != KSEAL_OK)
         return status;
     const uint32_t axes[] = {c.dtype, c.page_size};
@@ -628,7 +629,7 @@ KSEAL_API kseal_status kseal_xqa_mla_workspace_size(kseal_xqa_mla *handle, const
     kseal_xqa_mla_args a;
     if (handle == NULL || bytes == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_mla: %s is null", handle == NULL ? "handle" : "bytes");
-    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_xqa_mla_args), args, "kseal_xqa_mla_args");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_XQA_MLA_ARGS_MIN_SIZE, args, "kseal_xqa_mla_args");
     if (status != KSEAL_OK)
         return status;
     return kseal_xqa_mla_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
@@ -638,7 +639,7 @@ KSEAL_API kseal_status kseal_xqa_mla_run(kseal_xqa_mla *handle, const kseal_xqa_
     kseal_xqa_mla_args a;
     if (handle == NULL)
         return kseal_fail(KSEAL_INVALID_ARGUMENT, "xqa_mla: handle is null");
-    kseal_status status = kseal_read_struct(&a, sizeof a, sizeof(kseal_xqa_mla_args), args, "kseal_xqa_mla_args");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_XQA_MLA_ARGS_MIN_SIZE, args, "kseal_xqa_mla_args");
     if (status != KSEAL_OK)
         return status;
     return kseal_xqa_mla_launch_run((const struct kseal_handle *)handle, &a);

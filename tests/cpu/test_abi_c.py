@@ -85,7 +85,15 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             sources = library.library_sources(sm, retarget, records(), folder)
             includes = [f"-I{d}" for d in (*library.include_dirs(), C, DRIVER)]
             # TSan's own warning about fences aside, the sources are clean under every warning.
-            options = [*STRICT, "-O1", "-g", *includes, *flags, f"-Wl,-rpath,{folder}"]
+            options = [
+                *STRICT,
+                "-O1",
+                "-g",
+                "-Dmalloc=test_malloc",
+                *includes,
+                *flags,
+                f"-Wl,-rpath,{folder}",
+            ]
             inputs = [C / file, C / "stub_host.c", *sources, driver]
             built[key] = compile_c(command, inputs, folder / "program", *options)
         return built[key]

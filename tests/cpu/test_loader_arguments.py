@@ -206,14 +206,14 @@ def test_dlpack_producers_are_told_the_stream() -> None:
 
 def test_a_dlpack_slice_keeps_its_offset_and_strides() -> None:
     whole = torch.zeros(4, 6)
-    view = reader_of("x", OnDevice(whole))(OnDevice(whole[1:, 2:]), 0)
+    view = reader_of("x", OnDevice(whole))("x", OnDevice(whole[1:, 2:]), 0)
     assert view[0] == whole.data_ptr() + (6 + 2) * 4
     assert view[1:] == (0, "f32", (3, 4), (6, 1))
 
 
 def test_torch_tensors_are_read_without_dlpack() -> None:
     tensor = torch.zeros(3, 5, dtype=torch.float16)
-    view = reader_of("x", tensor)(tensor.t(), 0)
+    view = reader_of("x", tensor)("x", tensor.t(), 0)
     assert (view[0], view[1], view[2], tuple(view[3])) == (tensor.data_ptr(), HOST, "f16", (5, 3))
     assert view[4] is not None and tuple(view[4]) == (1, 5)
 

@@ -65,7 +65,7 @@ def test_the_wheel_has_nothing_else(wheel: Path) -> None:
         name.split("/")[1] for name in zipfile.ZipFile(wheel).namelist() if name.startswith("kernseal/")
     }
     assert tops == {"kernseal", "kernseal-0.1.0.dist-info"}
-    assert packages == {Path(folder).name for folder in MAPPED}
+    assert packages == {*(Path(folder).name for folder in MAPPED), "__init__.py", "py.typed"}
 
 
 def test_the_wheel_carries_the_licence_and_its_command(wheel: Path) -> None:
@@ -87,7 +87,8 @@ def test_the_loader_needs_only_cffi_and_a_signature_library(wheel: Path) -> None
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-import kernseal.loader
+import kernseal, kernseal.loader
+assert callable(kernseal.open)
 for module in pkgutil.iter_modules(kernseal.loader.__path__, "kernseal.loader."):
     importlib.import_module(module.name)
 assert "site-packages" in kernseal.loader.__file__, kernseal.loader.__file__
@@ -128,7 +129,17 @@ def test_an_old_python_is_told_so_and_nothing_is_made(tmp_path: Path) -> None:
 
 def test_make_names_its_commands_and_asks_for_an_sm() -> None:
     listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for command in ("artifacts", "test", "lint", "gate", "bench", "lock", "clean"):
+    for command in (
+        "artifacts",
+        "test",
+        "lint",
+        "example-cpp",
+        "example-rust",
+        "gate",
+        "bench",
+        "lock",
+        "clean",
+    ):
         assert f"\n  {command} " in listed.stdout
     refused = subprocess.run(
         ["make", "-o", "nothing", "artifacts", "SM="], cwd=ROOT, capture_output=True, text=True

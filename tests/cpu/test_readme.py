@@ -1,21 +1,31 @@
-"""What the README shows is true: its C compiles, its Python names real fields, its links lead somewhere."""
+"""What the README shows is true: its code is part of examples that are run, its links lead somewhere."""
 
 from __future__ import annotations
 
 import ast
 import re
-import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
 from builds import ROOT
 
-from kernseal.export import toolchain
-
 README = (ROOT / "README.md").read_text()
 KERNEL = yaml.safe_load((ROOT / "kernels" / "gdn_prefill" / "kernel.yaml").read_text())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+EXAMPLES = {
+    "python": "abi/examples/python/gdn_prefill.py",
+    "cpp": "abi/examples/cpp/xqa_decode.cpp",
+    "rust": "abi/rust/examples/xqa_decode.rs",
+    "c": "abi/examples/c/gdn_prefill.c",
+}
+MARKED = re.compile(
+    r"^[ \t]*(?://|#|/\*) README: begin(?: \*/)?\n(.*?)^[ \t]*(?://|#|/\*) README: end",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def block(language: str) -> str:
@@ -23,52 +33,28 @@ def block(language: str) -> str:
     return str(found)
 
 
-def test_the_c_call_compiles_without_a_warning(tmp_path: Path) -> None:
-    source = tmp_path / "readme.c"
-    source.write_text(
-        "#include <stdio.h>\n#include <kernseal.h>\nvoid call(kseal_gdn_prefill_args args);\n"
-        f"void call(kseal_gdn_prefill_args args) {{\n{block('c')}}}\n"
-    )
-    command = [
-        *toolchain.zig_argv(),
-        "cc",
-        "-std=c11",
-        "-Wall",
-        "-Wextra",
-        "-Wpedantic",
-        "-Werror",
-        "-c",
-        "-o",
-        str(tmp_path / "o"),
-    ]
-    done = subprocess.run(
-        [*command, f"-I{ROOT}/abi/generated", str(source)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("language", EXAMPLES)
+def test_a_block_is_what_its_example_marks(language: str) -> None:
+    """The examples themselves are built and run: test_abi_examples.py, tests/gpu/run_examples.sh."""
+    marked = MARKED.findall((ROOT / EXAMPLES[language]).read_text())
+    assert marked
+    assert block(language) == "\n".join(textwrap.dedent(part).strip("\n") + "\n" for part in marked)
 
 
 def test_the_python_call_names_real_axes_and_fields() -> None:
+    """Its example needs a GPU to run."""
     calls = {
-        node.func.attr: {keyword.arg for keyword in node.keywords}
+        ast.unparse(node.func): {keyword.arg for keyword in node.keywords}
         for node in ast.walk(ast.parse(block("python")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if isinstance(node, ast.Call)
     }
-    assert calls["prepare"] <= {field["name"] for field in KERNEL["abi"]["config"]}
-    assert calls["run"] <= {field["name"] for field in KERNEL["abi"]["args"]}
-    required = {
-        "q",
-        "k",
-        "v",
-        "o",
-        "alpha",
-        "beta",
-        "initial_state",
-        "final_state",
-        "cu_seqlens",
-        "workspace",
-        "stream",
+    assert calls["bundle.prepare"] <= {field["name"] for field in KERNEL["abi"]["config"]}
+    assert calls["gdn"] <= {field["name"] for field in KERNEL["abi"]["args"]}
+    pointers = {field["name"] for field in KERNEL["abi"]["args"] if field["type"].startswith("ptr")}
+    pooled_or_checkpointed = {
+        *("state_indices", "output_state_indices", "checkpoints", "checkpoint_cu_starts"),
     }
-    assert required <= calls["run"]
+    assert calls["gdn"] == pointers - pooled_or_checkpointed | {"scale"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -80,3 +66,4 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
 def test_the_commands_of_the_readme_are_the_makefiles() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"^    make ([a-z-]+)", README, re.MULTILINE)) == {"artifacts", "test"} <= targets
+    assert set(re.findall(r"`make ([a-z-]+)`", README)) == {"example-cpp", "example-rust"} <= targets

@@ -2,6 +2,7 @@
 #ifndef TEST_HARNESS_H
 #define TEST_HARNESS_H
 
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -48,6 +49,11 @@ static struct test *tests;
                 exit(1);                                                                                                   \
             }                                                                                                              \
     } while (0)
+
+/* What malloc is in the sources under test: it can run out. */
+static bool out_of_memory;
+void *test_malloc(size_t size);
+void *test_malloc(size_t size) { return out_of_memory ? NULL : calloc(1, size); }
 
 int main(int argc, char **argv) {
     for (struct test *test = tests; test != NULL; test = test->next)

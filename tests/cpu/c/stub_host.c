@@ -51,7 +51,8 @@ static int load(void **args, _Atomic(void *) *kernel) {
 }
 
 static int call(void **args, int32_t count, void *kernel) {
-    struct config config = {.grid = {1, 1, 1}, .block = {32, 1, 1}};
+    /* The stream is the last argument before the result. */
+    struct config config = {.grid = {1, 1, 1}, .block = {32, 1, 1}, .stream = *(void **)args[count - 2]};
     uint64_t map[16] = {0}, sizes[1] = {16};
     uint32_t one[1] = {1};
     atomic_store(&stub_argument_count, count);

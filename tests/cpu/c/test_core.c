@@ -36,6 +36,27 @@ TEST(a_message_that_is_too_long_is_cut_and_says_so) {
     CHECK(strcmp(kseal_last_error() + KSEAL_MESSAGE_SIZE - 4, "...") == 0);
 }
 
+/* A struct of three releases. */
+struct grown {
+    uint32_t struct_size, first;
+    uint64_t second, third;
+};
+TEST(fields_that_an_older_caller_lacks_read_as_zero) {
+    struct grown theirs = {.struct_size = 16, .first = 1, .second = 2, .third = 3}, ours = {9, 9, 9, 9};
+    CHECK(kseal_read_struct(&ours, sizeof ours, 8, &theirs, "s") == KSEAL_OK);
+    CHECK(ours.struct_size == 16 && ours.first == 1 && ours.second == 2 && ours.third == 0);
+    theirs.struct_size = 8;
+    CHECK(kseal_read_struct(&ours, sizeof ours, 8, &theirs, "s") == KSEAL_OK);
+    CHECK(ours.first == 1 && ours.second == 0 && ours.third == 0);
+}
+TEST(fields_that_an_older_caller_lacks_are_not_written) {
+    struct grown ours = {9, 1, 2, 3}, theirs = {.struct_size = 16, .third = 7};
+    CHECK(kseal_write_struct(&theirs, 8, &ours, sizeof ours, "s") == KSEAL_OK);
+    CHECK(theirs.struct_size == 16 && theirs.first == 1 && theirs.second == 2 && theirs.third == 7);
+    theirs.struct_size = 7;
+    REFUSES(KSEAL_ABI_MISMATCH, kseal_write_struct(&theirs, 8, &ours, sizeof ours, "s"), "s.struct_size is 7", "at least 8");
+}
+
 TEST(a_capture_on_a_stream_of_the_callers_is_seen) {
     CHECK(kseal_driver_open() == KSEAL_OK);
     fake_set_capturing_stream(at(0x1234));

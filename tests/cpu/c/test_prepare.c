@@ -16,6 +16,12 @@ TEST(versions_and_names_can_be_asked_without_a_bundle) {
     CHECK(strcmp(kseal_last_error(), "") == 0);
 }
 
+static const char *too_long(void) {
+    static char path[300];
+    memset(path, 'x', sizeof path - 1);
+    return path;
+}
+
 #define OPEN_REFUSED(sentence, status, change, ...)                                                                        \
     TEST(sentence) {                                                                                                       \
         make_bundle();                                                                                                     \
@@ -34,6 +40,8 @@ OPEN_REFUSED(flags_that_nobody_knows, KSEAL_INVALID_ARGUMENT, a.flags = 6, "flag
 OPEN_REFUSED(path_that_is_null, KSEAL_INVALID_ARGUMENT, a.bundle_path = NULL, "bundle_path is null")
 OPEN_REFUSED(path_that_is_not_there, KSEAL_MISSING, a.bundle_path = "/nowhere/at/all", "/nowhere/at/all")
 OPEN_REFUSED(path_to_a_file, KSEAL_MALFORMED, a.bundle_path = image_path("packed"), "not a folder")
+OPEN_REFUSED(path_that_the_system_refuses, KSEAL_IO_ERROR, a.bundle_path = too_long(), "File name too long")
+OPEN_REFUSED(no_memory_for_a_bundle, KSEAL_OUT_OF_MEMORY, out_of_memory = true, "no memory for a bundle")
 OPEN_REFUSED(driver_that_does_not_start, KSEAL_DRIVER_ERROR, fake_fail("cuInit", 100, 0), "cuInit", "100")
 
 TEST(path_to_a_symbolic_link) {
@@ -126,6 +134,7 @@ PREPARE_REFUSED(config_that_no_class_has_with_its_reason, "pooled", KSEAL_UNSUPP
                 "a pool is read by its rows")
 PREPARE_REFUSED(config_that_one_class_here_lacks_with_its_reason, "blackwell", KSEAL_UNSUPPORTED, c.alpha = 0,
                 "the Blackwell class reads alpha")
+PREPARE_REFUSED(no_memory_for_a_handle, "packed", KSEAL_OUT_OF_MEMORY, out_of_memory = true, "gdn_prefill: no memory for a handle")
 PREPARE_REFUSED(config_that_is_too_small, "packed", KSEAL_ABI_MISMATCH, c.struct_size = 8, "kseal_gdn_prefill_config")
 
 TEST(prepare_without_bundle_config_or_somewhere_to_put_the_handle) {

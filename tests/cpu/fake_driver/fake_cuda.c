@@ -37,6 +37,7 @@ int cuDeviceGetCount(int *count) {
 }
 
 int cuDeviceGet(int *device, int ordinal) {
+    INJECT("cuDeviceGet");
     *device = ordinal;
     return ordinal < fake_device_count() ? 0 : 101;
 }
@@ -83,11 +84,15 @@ int cuCtxPopCurrent_v2(void **context) {
 }
 
 int cuCtxSetCurrent(void *context) {
+    INJECT("cuCtxSetCurrent");
     fake_set_current((int)((uintptr_t)context - 0x1000));
     return 0;
 }
 
-int cuCtxSynchronize(void) { return 0; }
+int cuCtxSynchronize(void) {
+    INJECT("cuCtxSynchronize");
+    return 0;
+}
 
 int cuGetErrorName(int code, const char **name) {
     *name = code == 900   ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
@@ -202,6 +207,7 @@ int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, co
 
 /* Device memory is host memory. */
 int cuMemAlloc_v2(uint64_t *address, size_t size) {
+    INJECT("cuMemAlloc");
     void *memory = aligned_alloc(256, (size + 255) / 256 * 256);
     *address = (uintptr_t)memory;
     return memory != NULL ? 0 : 2;
@@ -213,16 +219,72 @@ int cuMemFree_v2(uint64_t address) {
 }
 
 int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size) {
+    INJECT("cuMemcpyHtoD");
     memcpy((void *)(uintptr_t)to, from, size);
     return 0;
 }
 
 int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size) {
+    INJECT("cuMemcpyDtoH");
     memcpy(to, (const void *)(uintptr_t)from, size);
     return 0;
 }
 
-int cuStreamSynchronize(void *stream) {
+int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t size) {
+    memset((void *)(uintptr_t)address, value, size);
+    return 0;
+}
+
+int cuStreamCreate(void **stream, unsigned flags) {
+    INJECT("cuStreamCreate");
+    static _Atomic uintptr_t next = 0x5000;
+    (void)flags;
+    *stream = (void *)(next += 0x100);
+    return 0;
+}
+
+int cuStreamDestroy_v2(void *stream) {
     (void)stream;
+    return 0;
+}
+
+int cuStreamSynchronize(void *stream) {
+    INJECT("cuStreamSynchronize");
+    (void)stream;
+    return 0;
+}
+
+int cuStreamBeginCapture_v2(void *stream, int mode) {
+    INJECT("cuStreamBeginCapture");
+    (void)mode;
+    return fake_begin_capture(stream);
+}
+
+int cuStreamEndCapture(void *stream, void **graph) {
+    INJECT("cuStreamEndCapture");
+    *graph = (void *)(uintptr_t)1;
+    return fake_end_capture(stream);
+}
+
+int cuGraphInstantiateWithFlags(void **executable, void *graph, unsigned long long flags) {
+    INJECT("cuGraphInstantiateWithFlags");
+    (void)flags;
+    *executable = graph;
+    return 0;
+}
+
+int cuGraphLaunch(void *executable, void *stream) {
+    INJECT("cuGraphLaunch");
+    (void)executable;
+    return fake_launch_graph(stream);
+}
+
+int cuGraphExecDestroy(void *executable) {
+    (void)executable;
+    return 0;
+}
+
+int cuGraphDestroy(void *graph) {
+    (void)graph;
     return 0;
 }

@@ -17,6 +17,9 @@ static struct {
     int code, after;
 } injected;
 static int device_count = 1, cc_major = 9, cc_minor = 0, sm_count = 132, current_device;
+static struct {
+    int device, major, minor;
+} other_cc = {.device = -1};
 int fake_capturing;
 void *fake_capturing_stream;
 static uint32_t param_count, param_sizes[FAKE_MAX_PARAMS];
@@ -83,18 +86,73 @@ static void append_hex(const void *data, size_t size) {
     append("\"");
 }
 
-/* A library named in the environment can stand in for the kernel. */
-static void emulate(const struct fake_kernel *kernel, void **params) {
+/* A library named in the environment can stand in for kernels: kernels.c. */
+static struct {
+    void *library;
+    void (*run)(const char *name, void **params);
+    uint32_t (*param_size)(const char *name, uint32_t index); /* 0 after the last */
+} emulator;
+
+__attribute__((constructor)) static void load_emulator(void) {
     const char *path = getenv("FAKE_CUDA_KERNEL");
     if (path == NULL)
         return;
-    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    void *symbol = library != NULL ? dlsym(library, "fake_kernel") : NULL;
-    void (*run)(const char *, void **);
-    memcpy(&run, &symbol, sizeof run);
-    if (symbol == NULL)
+    emulator.library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    void *run = emulator.library != NULL ? dlsym(emulator.library, "fake_kernel") : NULL;
+    void *param_size = run != NULL ? dlsym(emulator.library, "fake_kernel_param_size") : NULL;
+    if (param_size == NULL)
         abort();
-    run(kernel->name, params);
+    memcpy(&emulator.run, &run, sizeof run);
+    memcpy(&emulator.param_size, &param_size, sizeof param_size);
+}
+
+static void emulate(const char *name, void **params) {
+    if (emulator.library != NULL)
+        emulator.run(name, params);
+}
+
+#define GRAPH_NODES 16
+#define PARAM_SIZE 128
+static struct {
+    void *stream; /* that is being captured, or null */
+    int count;
+    struct {
+        char name[512];
+        unsigned char params[FAKE_MAX_PARAMS][PARAM_SIZE];
+    } nodes[GRAPH_NODES];
+} graph;
+
+int fake_begin_capture(void *stream) {
+    graph.stream = fake_capturing_stream = stream;
+    graph.count = 0;
+    return 0;
+}
+
+int fake_end_capture(void *stream) {
+    if (stream != graph.stream)
+        return 901; /* CUDA_ERROR_STREAM_CAPTURE_INVALIDATED */
+    graph.stream = fake_capturing_stream = NULL;
+    return 0;
+}
+
+static void capture(const char *name, void **params) {
+    if (graph.count == GRAPH_NODES || emulator.library == NULL)
+        abort();
+    snprintf(graph.nodes[graph.count].name, sizeof graph.nodes[0].name, "%s", name);
+    for (uint32_t i = 0, size; (size = emulator.param_size(name, i)) != 0; i++)
+        memcpy(graph.nodes[graph.count].params[i], params[i], size);
+    graph.count++;
+}
+
+int fake_launch_graph(void *stream) {
+    fake_record("graph", "\"stream\": %llu, \"nodes\": %d", (unsigned long long)(uintptr_t)stream, graph.count);
+    for (int node = 0; node < graph.count; node++) {
+        void *params[FAKE_MAX_PARAMS];
+        for (int i = 0; i < FAKE_MAX_PARAMS; i++)
+            params[i] = graph.nodes[node].params[i];
+        emulate(graph.nodes[node].name, params);
+    }
+    return 0;
 }
 
 int fake_launch(const struct fake_launch *launch, const struct fake_kernel *kernel, void **params) {
@@ -121,7 +179,10 @@ int fake_launch(const struct fake_launch *launch, const struct fake_kernel *kern
     append("]}\n");
     to_file(from);
     pthread_mutex_unlock(&mutex);
-    emulate(kernel, params);
+    if (graph.stream != NULL && launch->stream == graph.stream)
+        capture(kernel->name, params);
+    else
+        emulate(kernel->name, params);
     return 0;
 }
 
@@ -141,10 +202,10 @@ int fake_device_attribute(int *value, int attribute, int device) {
         *value = sm_count;
         return 0;
     case 75:
-        *value = cc_major;
+        *value = device == other_cc.device ? other_cc.major : cc_major;
         return 0;
     case 76:
-        *value = cc_minor;
+        *value = device == other_cc.device ? other_cc.minor : cc_minor;
         return 0;
     case 97: /* MAX_SHARED_MEMORY_PER_BLOCK_OPTIN */
         *value = 232448;
@@ -220,6 +281,7 @@ void fake_reset(void) {
     device_count = 1;
     cc_major = 9;
     cc_minor = 0;
+    other_cc.device = -1;
     sm_count = 132;
     current_device = 0;
     fake_capturing = 0;
@@ -241,6 +303,12 @@ void fake_set_device(int count, int major, int minor, int sms) {
     cc_major = major;
     cc_minor = minor;
     sm_count = sms;
+}
+
+void fake_set_device_cc(int device, int major, int minor) {
+    other_cc.device = device;
+    other_cc.major = major;
+    other_cc.minor = minor;
 }
 
 int fake_device_count(void) { return device_count; }
@@ -267,9 +335,18 @@ void fake_call_over(int byte, void (*function)(void **, int32_t), void **args, i
     function(args, count);
 }
 
-/* For a process that a test only starts: FAKE_CUDA_CC=90 is the device's SM. */
+/*
+ * For a process that a test only starts: FAKE_CUDA_CC=90 is the devices' SM, FAKE_CUDA_DEVICES how many there are,
+ * FAKE_CUDA_FAIL=cuInit:100 a call that fails and its code.
+ */
 __attribute__((constructor)) static void from_environment(void) {
-    const char *cc = getenv("FAKE_CUDA_CC");
+    const char *cc = getenv("FAKE_CUDA_CC"), *devices = getenv("FAKE_CUDA_DEVICES"), *fail = getenv("FAKE_CUDA_FAIL");
+    if (fail != NULL && strchr(fail, ':') != NULL) {
+        snprintf(injected.call, sizeof injected.call, "%.*s", (int)(strchr(fail, ':') - fail), fail);
+        injected.code = atoi(strchr(fail, ':') + 1);
+    }
+    if (devices != NULL)
+        device_count = atoi(devices);
     if (cc != NULL) {
         cc_major = atoi(cc) / 10;
         cc_minor = atoi(cc) % 10;

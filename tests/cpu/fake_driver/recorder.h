@@ -33,6 +33,11 @@ struct fake_launch {
 };
 int fake_launch(const struct fake_launch *launch, const struct fake_kernel *kernel, void **params);
 
+/* One graph at a time: what is launched while `stream` is captured runs when the graph is launched, and not before. */
+int fake_begin_capture(void *stream);
+int fake_end_capture(void *stream);
+int fake_launch_graph(void *stream);
+
 int fake_current_device(int *device);
 int fake_device_attribute(int *value, int attribute, int device);
 int fake_load(struct fake_library **library, const void *image);
@@ -45,6 +50,7 @@ const char *fake_log(void);
 void fake_reset(void);
 void fake_fail(const char *call, int code, int after);
 void fake_set_device(int count, int major, int minor, int sms);
+void fake_set_device_cc(int device, int major, int minor); /* of this one, after fake_set_device */
 void fake_set_current(int device);
 void fake_set_capturing(int status); /* of every stream */
 void fake_set_capturing_stream(void *stream); /* of this one only */

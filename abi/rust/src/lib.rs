@@ -1,16 +1,72 @@
 //! kernseal bundles from Rust, with nothing but `std`.
 //!
 //! Three layers that do not mix, as in the C core: [`sys`] is raw and generated, [`Error`] is what a call that can fail gives,
-//! [`Library`], [`Bundle`] and [`Prepared`] own what they stand for. What stays unsafe is [`Prepared::run`]: device addresses
-//! cannot be checked from here.
+//! [`Library`], [`Bundle`] and [`Prepared`] own what they stand for.
+//!
+//! ```no_run
+//! # use kernseal::sys::{kseal_xqa_decode_args, kseal_xqa_decode_config, XqaDecode};
+//! # fn main() -> kernseal::Result<()> {
+//! let bundle = kernseal::open_pinned("/opt/kernseal/sm_90a-linux-x86_64")?;
+//! let config = kseal_xqa_decode_config { device: 0, ..Default::default() };
+//! // SAFETY: the config names no stream.
+//! let decode = unsafe { bundle.prepare::<XqaDecode>(&config)? };
+//! let args = kseal_xqa_decode_args::default();
+//! // SAFETY: a batch of zero sequences reads no memory.
+//! unsafe { decode.run(&args)? };
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What is unsafe
+//! [`Bundle::prepare`] and [`Prepared::run`], because streams and device addresses cannot be checked from here. Nothing else.
+//!
+//! # Threads
+//! [`Library`], [`Bundle`] and [`Prepared`] may be sent to and shared by threads, since the C library allows every call on them
+//! from any thread but the one that ends them, which needs the one owner. The structs of [`sys`] hold raw pointers, so that they
+//! are built where they are used:
+//!
+//! ```compile_fail,E0277
+//! let args = kernseal::sys::kseal_xqa_decode_args::default();
+//! std::thread::spawn(move || args.q);
+//! ```
+//!
+//! A handle has one owner, which releases it once:
+//!
+//! ```compile_fail,E0599
+//! fn twice(handle: kernseal::Prepared<kernseal::sys::XqaDecode>) {
+//!     let other = handle.clone();
+//! }
+//! ```
+//!
+//! A launch is somebody's responsibility:
+//!
+//! ```compile_fail,E0133
+//! fn launch(handle: &kernseal::Prepared<kernseal::sys::XqaDecode>, args: &kernseal::sys::kseal_xqa_decode_args) {
+//!     let _ = handle.run(args);
+//! }
+//! ```
+//!
+//! Only generated code names an op, for an op says what its structs are:
+//!
+//! ```compile_fail,E0277
+//! enum Mine {}
+//! impl kernseal::Op for Mine {
+//!     type Raw = ();
+//!     type Config = ();
+//!     type Args = ();
+//!     const NAME: &'static str = "mine";
+//!     fn functions(_: &kernseal::sys::Api) -> kernseal::OpFunctions<Self> {
+//!         unimplemented!()
+//!     }
+//! }
+//! ```
 
-pub mod dl;
+mod dl;
 mod sha256;
 
-#[allow(non_camel_case_types)]
-pub mod sys {
-    include!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../generated/kernseal.rs"));
-}
+#[allow(missing_docs, non_camel_case_types)]
+#[rustfmt::skip] // generated
+pub mod sys;
 
 use std::ffi::{CStr, CString};
 use std::fmt;
@@ -44,23 +100,58 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
+/// What a call gives that can fail.
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// SHA-256 of the library that this crate was built for, if `KERNSEAL_BUNDLE` or `KERNSEAL_LIBRARY_SHA256` was set then.
+pub const PINNED_SHA256: Option<&str> = {
+    let digest = env!("KERNSEAL_PINNED_SHA256");
+    if digest.is_empty() { None } else { Some(digest) }
+};
+
+/// Opens the bundle in `folder`, whose library must have this SHA-256; see [`Library::load`].
+pub fn open(folder: impl AsRef<Path>, sha256: &str) -> Result<Bundle> {
+    let folder = folder.as_ref();
+    Library::load(&folder.join("libkernseal.so"), sha256)?.open(folder, 0)
+}
+
+/// Opens the bundle in `folder`, whose library must be the one that this crate was built for.
+pub fn open_pinned(folder: impl AsRef<Path>) -> Result<Bundle> {
+    let unpinned = "no library is pinned: build with KERNSEAL_BUNDLE or KERNSEAL_LIBRARY_SHA256, or use open";
+    let sha256 = PINNED_SHA256.ok_or_else(|| Error::new(sys::KSEAL_INVALID_ARGUMENT, "invalid_argument", unpinned))?;
+    open(folder, sha256)
+}
+
+mod sealed {
+    /// Implemented by [`crate::sys`] alone.
+    pub trait Sealed {}
+}
 
 /// The functions of one op, as [`sys::Api`] has them.
 pub struct OpFunctions<O: Op + ?Sized> {
+    /// `kseal_<op>_prepare`.
     pub prepare: unsafe extern "C" fn(*mut sys::kseal_bundle, *const O::Config, *mut *mut O::Raw) -> sys::kseal_status,
+    /// `kseal_<op>_workspace_size`.
     pub workspace_size: unsafe extern "C" fn(*mut O::Raw, *const O::Args, *mut u64) -> sys::kseal_status,
-    /// None for an op that takes no semaphores.
+    /// `kseal_<op>_semaphores_size`, or None for an op that takes no semaphores.
     pub semaphores_size: Option<unsafe extern "C" fn(*mut O::Raw, *const O::Args, *mut u64) -> sys::kseal_status>,
+    /// `kseal_<op>_run`.
     pub run: unsafe extern "C" fn(*mut O::Raw, *const O::Args) -> sys::kseal_status,
+    /// `kseal_<op>_release`.
     pub release: unsafe extern "C" fn(*mut O::Raw) -> sys::kseal_status,
 }
 
 /// An op; the generated types in [`sys`] implement it.
-pub trait Op {
+pub trait Op: sealed::Sealed {
+    /// The C handle.
     type Raw;
+    /// What is fixed when it is prepared.
     type Config;
+    /// What one run gets.
     type Args;
+    /// Its name, as in [`Variant::op`].
+    const NAME: &'static str;
+    #[doc(hidden)]
     fn functions(api: &sys::Api) -> OpFunctions<Self>;
 }
 
@@ -92,7 +183,9 @@ impl Library {
         // SAFETY: takes nothing, allowed at any time.
         let version = unsafe { (api.kseal_abi_version)() };
         if version >> 16 != sys::KSEAL_ABI_VERSION >> 16 || version < sys::KSEAL_ABI_VERSION {
-            let message = format!("{shown}: ABI is {version:#x}, this crate needs {:#x}", sys::KSEAL_ABI_VERSION);
+            let dotted = |version: u32| format!("{}.{}", version >> 16, version & 0xffff);
+            let needed = dotted(sys::KSEAL_ABI_VERSION);
+            let message = format!("{shown}: has ABI {}, this crate needs {needed}", dotted(version));
             return Err(Error::new(sys::KSEAL_ABI_MISMATCH, "abi_mismatch", message));
         }
         Ok(Self { api })
@@ -134,16 +227,23 @@ pub struct Bundle {
 
 // SAFETY: the C functions that take a bundle may be called from any thread; closing needs the one owner.
 unsafe impl Send for Bundle {}
+// SAFETY: as above; several of them at once.
 unsafe impl Sync for Bundle {}
 
 /// One kernel of a bundle.
 #[derive(Clone, Debug)]
 pub struct Variant {
+    /// Name of the op.
     pub op: String,
+    /// Name of the variant, unique within the op.
     pub variant: String,
+    /// Its config, as space-separated `axis=value`.
     pub axes: String,
+    /// SM that the image runs on, such as `sm_90a`.
     pub sm: String,
+    /// SHA-256 of the image.
     pub sha256: String,
+    /// How it was checked: a `KSEAL_EVIDENCE_*`.
     pub evidence: sys::kseal_evidence,
 }
 
@@ -173,7 +273,10 @@ impl Bundle {
     }
 
     /// Checks and loads the variant for `config`. Not under graph capture.
-    pub fn prepare<O: Op>(&self, config: &O::Config) -> Result<Prepared<O>> {
+    ///
+    /// # Safety
+    /// The config's stream, if it has one, must be null or alive.
+    pub unsafe fn prepare<O: Op>(&self, config: &O::Config) -> Result<Prepared<O>> {
         let functions = O::functions(&self.library.api);
         let mut raw = ptr::null_mut();
         // SAFETY: `config` is a whole struct, for `Op` is implemented by generated code only; `raw` is a local.
@@ -189,7 +292,7 @@ impl Drop for Bundle {
     }
 }
 
-/// A variant on a device; needs its bundle no more. Released when dropped: its launches must have finished by then.
+/// A variant on a device; needs its bundle no more. Released when dropped.
 pub struct Prepared<O: Op> {
     library: Library,
     functions: OpFunctions<O>,
@@ -197,8 +300,9 @@ pub struct Prepared<O: Op> {
     op: PhantomData<O>,
 }
 
-// SAFETY: a handle does not change between prepare and release, and any thread may run it.
+// SAFETY: any thread may use a handle, which does not change between prepare and release; that needs the one owner.
 unsafe impl<O: Op> Send for Prepared<O> {}
+// SAFETY: as above; several of them at once.
 unsafe impl<O: Op> Sync for Prepared<O> {}
 
 impl<O: Op> Prepared<O> {
@@ -223,10 +327,13 @@ impl<O: Op> Prepared<O> {
     /// Validates `args` and launches: no allocation, lock, load or wait.
     ///
     /// # Safety
-    /// Every address in `args` must be device memory of the documented shape until the launch has finished, and what the
-    /// device reads (offsets, indices) must be as documented.
+    /// Until the launch has finished (with a graph that captured it: until that graph is launched no more)
+    /// - every address in `args` must be device memory of the documented shape, and the stream alive;
+    /// - what the device reads there (offsets, indices) must be as documented;
+    /// - this handle must not be dropped.
     pub unsafe fn run(&self, args: &O::Args) -> Result<()> {
-        self.library.check((self.functions.run)(self.raw, args))
+        // SAFETY: the caller's promise.
+        self.library.check(unsafe { (self.functions.run)(self.raw, args) })
     }
 }
 
@@ -237,3 +344,15 @@ impl<O: Op> Drop for Prepared<O> {
         let _ = unsafe { (self.functions.release)(self.raw) };
     }
 }
+
+/// What may cross threads does; the doc tests above have what may not.
+const _: () = {
+    const fn crosses_threads<T: Send + Sync>() {}
+    #[allow(dead_code)] // that it compiles is the proof
+    const fn so_does_every_handle<O: Op>() {
+        crosses_threads::<Prepared<O>>();
+    }
+    crosses_threads::<Error>();
+    crosses_threads::<Library>();
+    crosses_threads::<Bundle>();
+};
