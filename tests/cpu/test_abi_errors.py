@@ -66,7 +66,7 @@ def test_scratch_sizes_are_refused_as_a_run_would_be(
     gpu: FakeGpu, tmp_path: Path, changes: dict[str, int], status: str, words: str
 ) -> None:
     axes = xqa.axes_of()
-    library = xqa.library_of([axes], tmp_path)
+    library = xqa.library_of([axes], "sm_90a", tmp_path)
     handle = library.prepare(xqa.OP, axes)
     sizes = {
         "num_q_heads": axes["group_size"],

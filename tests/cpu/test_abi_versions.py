@@ -9,7 +9,7 @@ from typing import Any
 
 import cffi
 import pytest
-from cpu.fake_driver import xqa
+from cpu.fake_driver import xqa, xqa_mla
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.native import STRICT, ZIG, compile_c
 from cpu.later_abi import ROOT, append_fields, copy_of, regenerate
@@ -22,21 +22,23 @@ from kernseal.loader.errors import AbiMismatch
 ABI = model.load()
 STRUCTS = [struct.name for struct in ABI.all_structs]
 STRUCT_END = 4096
-XQA = xqa.record(xqa.axes_of(), b"image of xqa, long enough to read")
+OTHERS = {
+    xqa.OP: xqa.record(xqa.axes_of(), "sm_90a", b"image of xqa_decode, long enough to read"),
+    xqa_mla.OP: xqa_mla.record(xqa_mla.axes_of(), b"image of xqa_mla, long enough to read"),
+}
 
 
 def build(root: Path, folder: Path) -> Path:
-    """libkernseal.so of the sources in ``root``, with the stubs' variants and one of XQA, beside their images."""
-    variants = [*records(), XQA]
+    """libkernseal.so of the sources in ``root``, with the stubs' variants and one of each other op, beside their images."""
+    variants = [*records(), *OTHERS.values()]
     sources = library.library_sources("sm_90a", None, variants, folder)
     sources = [root / path.relative_to(ROOT) if path.is_relative_to(ROOT) else path for path in sources]
     includes = [root / path.relative_to(ROOT) for path in library.include_dirs()]
     for variant in variants:
         image = folder / variant.file
         image.parent.mkdir(parents=True, exist_ok=True)
-        image.write_bytes(
-            f"image of {variant.variant if variant is not XQA else 'xqa'}, long enough to read".encode()
-        )
+        name = variant.op if variant in OTHERS.values() else variant.variant
+        image.write_bytes(f"image of {name}, long enough to read".encode())
         assert hashlib.sha256(image.read_bytes()).hexdigest() == variant.sha256
     flags = [*STRICT, "-O1", "-fPIC", "-shared", "-fvisibility=hidden", *(f"-I{d}" for d in (*includes, C))]
     return compile_c(ZIG, [*sources, C / "stub_host.c"], folder / "libkernseal.so", *flags)
@@ -70,7 +72,7 @@ class Caller:
         return self.struct("kseal_open_args", extra, abi_version=self.version, bundle_path=self.folder)
 
     def config(self, op: str, extra: int = 0) -> Any:
-        axes = records()[0].axes if op == "gdn_prefill" else XQA.axes
+        axes = OTHERS[op].axes if op in OTHERS else records()[0].axes
         values = {a.name: a.values[model.axis_key(axes[a.name])] for a in ABI.op(op).axes}
         return self.struct(f"kseal_{op}_config", extra, device=0, **values)
 

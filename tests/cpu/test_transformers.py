@@ -192,7 +192,7 @@ def test_the_library_takes_the_call(model: Any, gpu: FakeGpu, tmp_path: Path, ca
     with enable(bundle, model):
         generate(model, ids, attention_mask=(ids != 0).long(), cache_implementation=cache)
     axes = xqa.axes_of(head_dim=GEOMETRY["head_dim"], group_size=4)
-    library = xqa.library_of([axes], tmp_path)
+    library = xqa.library_of([axes], "sm_90a", tmp_path)
     handle = library.prepare(xqa.OP, axes)
     layout = Layout(declarations(), "kseal_xqa_decode_args")
     for _, values in bundle.calls("xqa_decode"):
