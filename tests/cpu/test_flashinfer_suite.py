@@ -1,0 +1,151 @@
+"""The run of FlashInfer's tests: its references, what a test's end counts as, and that nothing can compile."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from gpu import flashinfer_plugin as plugin  # noqa: E402
+from gpu.flashinfer_references import (  # noqa: E402
+    PagedAttention,
+    PagedLatentAttention,
+    nvfp4_quantize,
+    nvfp4_to_float,
+)
+
+from kernseal.loader.errors import InvalidArgument, Unsupported  # noqa: E402
+
+PAGE, HKV, GROUP, D = 4, 2, 3, 8
+KV_LENS = [9, 4, 1]
+INDPTR, LAST = [0, 3, 4, 5], [1, 4, 1]
+PAGES = [5, 0, 3, 2, 1]
+
+
+def table(layout: str) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A cache of 6 pages, and for each sequence its K and V in order."""
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(6, 2, PAGE, HKV, D, generator=generator)
+    flat = []
+    for row, length in enumerate(KV_LENS):
+        own = cache[PAGES[INDPTR[row] : INDPTR[row + 1]]]
+        flat.append((own[:, 0].flatten(0, 1)[:length], own[:, 1].flatten(0, 1)[:length]))
+    return cache if layout == "NHD" else cache.transpose(2, 3).contiguous(), flat
+
+
+def one_by_one(
+    q: torch.Tensor, q_lens: list[int], flat: list[tuple[torch.Tensor, torch.Tensor]], causal: bool, left: int
+) -> torch.Tensor:
+    out, at = torch.zeros_like(q), 0
+    for count, (k, v) in zip(q_lens, flat, strict=True):
+        for token in range(count):
+            own = len(k) - count + token
+            seen = [j for j in range(len(k)) if (j <= own or not causal) and (left < 0 or j >= own - left)]
+            for head in range(q.shape[1]):
+                scores = k[seen, head // GROUP] @ q[at + token, head] * D**-0.5
+                out[at + token, head] = scores.softmax(0) @ v[seen, head // GROUP]
+        at += count
+    return out
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("left", [-1, 2])
+@pytest.mark.parametrize(("q_lens", "causal"), [([1, 1, 1], None), ([4, 0, 1], True), ([4, 2, 1], False)])
+def test_paged_attention(layout: str, left: int, q_lens: list[int], causal: bool | None) -> None:
+    cache, flat = table(layout)
+    q = torch.randn(sum(q_lens), HKV * GROUP, D, generator=torch.Generator().manual_seed(1))
+    common = {"page_size": PAGE, "window_left": left}
+    indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in (INDPTR, PAGES, LAST))
+    wrapper = PagedAttention(torch.empty(0), layout)
+    if causal is None:
+        wrapper.plan(indptr=indptr, indices=indices, last_page_len=last, head_dim=D, **common)
+    else:
+        ends = torch.tensor([0, *q_lens]).cumsum(0)
+        paged = {"paged_kv_indptr": indptr, "paged_kv_indices": indices, "paged_kv_last_page_len": last}
+        wrapper.plan(qo_indptr=ends, head_dim_qk=D, causal=causal, **paged, **common)
+    expected = one_by_one(q, q_lens, flat, causal is not False, left)
+    torch.testing.assert_close(wrapper.run(q, cache), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_paged_latent_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ckv, kpe = (torch.randn(6, PAGE, width, generator=generator) for width in (6, 2))
+    q, rope = (torch.randn(3, 5, width, generator=generator) for width in (6, 2))
+    wrapper = PagedLatentAttention(torch.empty(0), backend="fa2")
+    indptr, indices = torch.tensor(INDPTR), torch.tensor(PAGES)
+    wrapper.plan(
+        torch.arange(4), indptr, indices, torch.tensor(KV_LENS), 5, 6, 2, PAGE, True, 0.3, None, None
+    )
+    found = wrapper.run(q, rope, ckv, kpe)
+    for row, length in enumerate(KV_LENS):
+        own = PAGES[INDPTR[row] : INDPTR[row + 1]]
+        v, k = ckv[own].flatten(0, 1)[:length], kpe[own].flatten(0, 1)[:length]
+        expected = ((q[row] @ v.T + rope[row] @ k.T) * 0.3).softmax(-1) @ v
+        torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_nvfp4_keeps_what_it_can_hold_and_rounds_the_rest() -> None:
+    row = torch.tensor([0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0, -6.0, 0.2, 0.3, 2.4, 2.6, 5.1, -0.7, 0.8])
+    x = torch.stack([row, row * 8, torch.zeros(16)])
+    pairs, scales = nvfp4_quantize(x, torch.tensor(1.0))
+    assert pairs.shape == (3, 8) and pairs.dtype == scales.dtype == torch.uint8
+    assert scales.view(torch.float8_e4m3fn).float().tolist() == [[1.0], [8.0], [0.0]]
+    rounded = torch.tensor(
+        [0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0, -6.0, 0.0, 0.5, 2.0, 3.0, 6.0, -0.5, 1.0]
+    )
+    expected = torch.stack([rounded, rounded * 8, torch.zeros(16)])
+    assert torch.equal(nvfp4_to_float(pairs, scales, torch.tensor(1.0)), expected)
+
+
+class Info:
+    def __init__(self, value: BaseException) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "expected"),
+    [
+        ("test_a", plugin.JitAttempted("JIT was attempted: mod"), ("not applicable", "its own helper compiles: mod")),
+        (
+            "test_a",
+            Unsupported("no variant; to build it: kernseal build --sm 90 --variant op/x"),
+            ("not applicable", "needs the variant op/x"),
+        ),
+        ("test_a", Unsupported("use_cp: not supported"), ("not applicable", "use_cp: not supported")),
+        ("test_checkpoint_wrong_dtype", InvalidArgument("x"), ("not applicable", plugin.OWN_WORDS)),
+        ("test_a", InvalidArgument("q: shape"), ("failed", "InvalidArgument: q: shape")),
+        ("test_a", AssertionError("1\n2"), ("failed", "AssertionError: 1")),
+        ("test_a", AssertionError(), ("failed", "AssertionError: AssertionError()")),
+    ],
+)  # fmt: skip
+def test_what_a_failing_test_counts_as(name: str, error: BaseException, expected: tuple[str, str]) -> None:
+    info: Any = Info(error)
+    assert plugin._judge(name, SimpleNamespace(outcome="failed"), info) == expected
+
+
+def test_passing_and_skipped_tests() -> None:
+    assert plugin._judge("test_checkpoint_wrong_dtype", SimpleNamespace(outcome="passed"), None) == (
+        "passed",
+        "",
+    )
+    skipped = SimpleNamespace(outcome="skipped", longrepr=("file", 1, "Skipped: needs SM120"))
+    assert plugin._judge("test_a", skipped, None) == ("not applicable", "skipped: needs SM120")
+
+
+def test_no_compiler_can_be_started() -> None:
+    jit = plugin.Jit()
+    for event, args in (
+        ("subprocess.Popen", ("/usr/local/cuda/bin/nvcc", ["nvcc", "-c"], None, None)),
+        ("subprocess.Popen", (None, ["ninja", "-v"], None, None)),
+        ("os.system", ("ptxas kernel.ptx",)),
+    ):
+        with pytest.raises(plugin.JitAttempted):
+            jit._watch(event, args)
+    jit._watch("subprocess.Popen", ("git", ["git"], None, None))
+    jit._watch("open", ("nvcc", "r", 0))
+    assert jit.attempts == ["/usr/local/cuda/bin/nvcc", "ninja", "ptxas"]
+    assert subprocess.run(["true"], check=False).returncode == 0
