@@ -329,8 +329,8 @@ static kseal_status measure(const args_t *a, struct problem *p) {
     int64_t sequences = a->batch_size * a->num_kv_heads * p->row_blocks;
     int64_t bytes = scratch_of(p, p->splits * sequences);
     if (bytes >= INDEX_END)
-        REFUSE(KSEAL_OVERFLOW, "kv_splits is %u; scratch of %lld bytes must stay below 2^32 (batch_size is %lld)", p->splits,
-               (long long)bytes, (long long)a->batch_size);
+        REFUSE(KSEAL_OVERFLOW, "kv_splits is %d; scratch of %u blocks a sequence, %lld bytes, must be below 2^32 (B is %lld)",
+               a->kv_splits, p->splits, (long long)bytes, (long long)a->batch_size);
     p->semaphores_bytes = (uint64_t)sequences * sizeof(uint32_t);
     p->workspace_bytes = (uint64_t)bytes;
     return KSEAL_OK;
