@@ -43,12 +43,13 @@ def installed(
     bundle: Bundle,
     *,
     device: int | None = None,
+    at_least: str | None = None,
     missing: str = "raise",
     any_version: bool = False,
     **keywords: Any,
 ) -> Iterator[None]:
     """``install`` on entry, ``uninstall`` on exit. May be nested: the innermost counts."""
-    install(bundle, device=device, missing=missing, any_version=any_version, **keywords)
+    install(bundle, device=device, at_least=at_least, missing=missing, any_version=any_version, **keywords)
     try:
         yield
     finally:
@@ -59,6 +60,7 @@ def install(
     bundle: Bundle,
     *,
     device: int | None = None,
+    at_least: str | None = None,
     missing: str = "raise",
     any_version: bool = False,
     **keywords: Any,
@@ -72,6 +74,7 @@ def install(
     Args:
         bundle: an open bundle; the caller closes it, after ``uninstall``.
         device: the ordinal; None is torch's current device. Other devices: ``serving.use_bundle``.
+        at_least: weakest evidence of a variant that may serve; see ``serving.use_bundle``.
         missing: what a call that the bundle has no kernel for does: ``raise`` Unsupported, or ``fall_through`` to
             FlashInfer's own function, which may compile.
         any_version: accept another FlashInfer than the one that the bundle's kernels are from.
@@ -89,7 +92,7 @@ def install(
     _check_keywords(found, keywords)
     _check_version(bundle.statement, any_version)
     with _lock:
-        installation = _Installation(serving.serve(bundle, device), missing, keywords)
+        installation = _Installation(serving.serve(bundle, device, at_least), missing, keywords)
         _installations.append(installation)
         try:
             # Where functions are defined first: a package only exports what is in its modules.

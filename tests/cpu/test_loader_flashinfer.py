@@ -97,8 +97,9 @@ def test_every_name_is_replaced_and_restored() -> None:
     package = module("flashinfer")
     before = names()
     opened = bundle()
-    with installed(opened, device=DEVICE):
-        assert serving.served_by(DEVICE).bundle is opened
+    with installed(opened, device=DEVICE, at_least="ran"):
+        served = serving.served_by(DEVICE)
+        assert served.bundle is opened and served.at_least == "ran"
         assert package.add is module("flashinfer.add").add is package.users.plus is add
         assert package.users.use(1, 2) == "ours 1+2 0"
     assert names() == before

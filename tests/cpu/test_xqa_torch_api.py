@@ -52,7 +52,8 @@ class Recorder:
         self.prepared: list[dict[str, Any]] = []
         self.launched: list[dict[str, Any]] = []
 
-    def prepare(self, op: str, device: int, **axes: Any) -> Any:
+    def prepare(self, op: str, device: int, at_least: str | None, **axes: Any) -> Any:
+        assert at_least is None
         self.prepared.append({"op": op, "device": device, **axes})
         return SimpleNamespace(launch=lambda **fields: self.launched.append(fields))
 
@@ -401,7 +402,7 @@ def folder(fake_gpu: FakeGpu, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library with one variant, its image made up."""
     fake_gpu.reset()
     path = tmp_path_factory.mktemp("xqa")
-    library_of([axes_of(head_dim=D, group_size=GROUP)], path).close()
+    library_of([axes_of(head_dim=D, group_size=GROUP)], "sm_90a", path).close()
     return path
 
 
