@@ -44,4 +44,5 @@ SPEC = OpSpec(
         **dict.fromkeys(_KV_STRIDES, 0),
         "workspace_bytes": 0,
     },
+    tags={"dtype": "", "page_size": "p"},
 )

@@ -97,7 +97,10 @@ def test_scales_strides_and_switches(recorder: Recorder) -> None:
 
 
 def test_an_empty_batch_is_passed_on(recorder: Recorder) -> None:
-    empty = {"page_table": torch.zeros(0, 0, dtype=torch.int32), "seq_lens": torch.zeros(0, dtype=torch.int32)}
+    empty = {
+        "page_table": torch.zeros(0, 0, dtype=torch.int32),
+        "seq_lens": torch.zeros(0, dtype=torch.int32),
+    }
     xqa_mla(**call(q=torch.zeros(0, 1, HQ, K, dtype=bf16), output=torch.zeros(0, HQ, V, dtype=bf16), **empty))
     assert recorder.launched[0]["batch_size"] == 0
 
@@ -126,7 +129,9 @@ def test_what_does_not_fit_is_refused(recorder: Recorder, changes: dict[str, Any
 
 
 def test_what_no_kernel_does_is_unsupported(recorder: Recorder) -> None:
-    with pytest.raises(Unsupported, match=r"q: torch.float16; supported: torch.bfloat16, torch.float8_e4m3fn"):
+    with pytest.raises(
+        Unsupported, match=r"q: torch.float16; supported: torch.bfloat16, torch.float8_e4m3fn"
+    ):
         xqa_mla(**call(torch.float16))
     with pytest.raises(Unsupported, match="sm_count is 9"):
         xqa_mla(**call(sm_count=9))

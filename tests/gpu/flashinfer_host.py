@@ -32,7 +32,7 @@ class Bundle:
         document = {"predicate": {"buildDefinition": definition}}
         self.statement = SimpleNamespace(sm=sm, retarget=None, document=document)
 
-    def prepare(self, op: str, device: int, **axes: Any) -> Any:
+    def prepare(self, op: str, device: int, at_least: str | None, **axes: Any) -> Any:
         def nothing(**args: Any) -> None: ...
 
         return SimpleNamespace(launch=nothing, run=nothing, workspace_size=lambda **args: 0)

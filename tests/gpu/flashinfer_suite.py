@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gpu.bundles import BUNDLES
+from gpu.bundles import ALL
 from gpu.flashinfer_plugin import SETTINGS
 from gpu.provenance import provenance
 
@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--bundle", choices=list(BUNDLES), default="sm90")
+    parser.add_argument("--bundle", choices=list(ALL), default="sm90")
     parser.add_argument("--collect-variants", metavar="SM", help="without a GPU: only list what is asked for")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--every", type=int, default=1, help="run one in N tests of each file, evenly spread")

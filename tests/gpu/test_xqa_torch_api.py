@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from gpu.bundles import open_by_name  # noqa: E402
-from gpu.xqa_problems import DTYPES, LENGTHS, Problem, Runner, make  # noqa: E402
+from gpu.xqa_problems import DTYPES, LENGTHS, Problem, Runner, make, same  # noqa: E402
 
 from kernseal.kernels.xqa_decode import torch_api  # noqa: E402
 from kernseal.kernels.xqa_decode.operands import SPEC  # noqa: E402
@@ -72,10 +72,6 @@ def called(p: Problem, **changes: Any) -> torch.Tensor:
     return args["output"].reshape(p.q.shape)
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-
-
 @pytest.mark.parametrize("lengths", [LENGTHS, SPLIT], ids=["edges", "split"])
 @pytest.mark.parametrize("axes", [PLAIN, WINDOW], ids=["plain", "window"])
 def test_the_same_bits_as_the_ops_own_call(bundle: Any, axes: dict[str, Any], lengths: list[int]) -> None:
@@ -118,19 +114,8 @@ def test_an_e4m3_cache_is_multiplied_as_flashinfer_does_unless_told(
     assert same(called(p, fp8_math=asked), Runner(bundle, axes).run(p))
 
 
-def drafts(q_lens: list[int], kv_lens: list[int]) -> tuple[Problem, torch.Tensor]:
-    """Problem with q_lens query tokens a sequence, which see one another causally; and where their rows end."""
-    p = make(full(DRAFTS), kv_lens)
-    most = max(q_lens)
-    q = torch.randn(sum(q_lens), *p.q.shape[1:], device="cuda").to(p.q.dtype)
-    bits = [(1 << (row + 1)) - 1 for count in q_lens for row in range(count)]
-    mask = torch.tensor(bits, dtype=torch.int64, device="cuda").to(torch.uint32).unsqueeze(1)
-    ends = torch.tensor([0, *q_lens], device="cuda").cumsum(0).to(torch.int32)
-    return Problem(p.axes, q, p.k, p.v, p.page_table, p.seq_lens, {"q_len": most, "mask": mask}), ends
-
-
 def test_drafts(bundle: Any) -> None:
-    p, _ = drafts([5, 5, 5], [2000, 5, 77])
+    p = make(full(DRAFTS), [2000, 5, 77], q_lens=[5, 5, 5])
     expected = Runner(bundle, p.axes).run(p)
     mask = p.call["mask"].view(torch.uint16).view(3, 5, 2)
     q = p.q.view(3, 1, 5, *p.q.shape[1:])
@@ -138,10 +123,11 @@ def test_drafts(bundle: Any) -> None:
 
 
 def test_drafts_of_their_own_number(bundle: Any) -> None:
-    p, ends = drafts([3, 0, 5], [2000, 9, 77])
-    expected = Runner(bundle, p.axes).run(p, q_cu_lens=ends)
+    p = make(full(DRAFTS), [2000, 9, 77], q_lens=[3, 0, 5])
+    expected = Runner(bundle, p.axes).run(p)
     mask = p.call["mask"].view(torch.uint16)
-    assert same(called(p, q=p.q, q_seq_len=5, mask=mask, q_cu_seq_lens=ends), expected)
+    found = called(p, q=p.q, q_seq_len=5, mask=mask, q_cu_seq_lens=p.call["q_cu_lens"])
+    assert same(found, expected)
 
 
 def test_an_empty_batch_writes_nothing() -> None:
