@@ -26,11 +26,11 @@ class Occupancy:
 
     Attributes:
         ctas: how many; 0 for a kernel that cannot be launched at all.
-        limited_by: ``registers``, ``smem``, ``threads`` or ``ctas``; the first of these where several are as tight.
+        limited_by: those of ``registers``, ``smem``, ``threads`` and ``ctas`` that allow no more.
     """
 
     ctas: int
-    limited_by: str
+    limited_by: tuple[str, ...]
 
 
 def block_threads(cubin: bytes, entry: str) -> int | None:
@@ -67,8 +67,8 @@ def of(arch: str, threads: int, registers: int, smem: int) -> Occupancy:
         "threads": sm["max_threads_per_sm"] // WARP_THREADS // warps,
         "ctas": sm["max_blocks_per_sm"],
     }
-    tightest = min(most, key=lambda name: most[name])
-    return Occupancy(most[tightest], tightest)
+    fewest = min(most.values())
+    return Occupancy(fewest, tuple(name for name, ctas in most.items() if ctas == fewest))
 
 
 def of_kernel(arch: str, record: Mapping[str, Any], cubin: bytes) -> Occupancy | None:

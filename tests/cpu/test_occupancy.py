@@ -88,15 +88,20 @@ def test_it_is_what_cuda_says(reference: Any, arch: str) -> None:
         sm["max_smem_per_block"],
         sm["reserved_smem_per_block"],
     )
-    wrong, seen = [], set()
+    wrong, alone = [], set()
     for threads, registers, smem in itertools.product(THREADS, REGISTERS, SMEM):
         found = occupancy.of(arch, threads, registers, smem)
         expected = reference.reference(*device, threads, registers, smem)
-        seen.add(found.limited_by)
+        alone |= set(found.limited_by) if len(found.limited_by) == 1 else set()
         if found.ctas != expected:
             wrong.append((threads, registers, smem, found, expected))
     assert wrong == []
-    assert seen == {"registers", "smem", "threads", "ctas"}
+    assert alone == {"registers", "smem", "threads", "ctas"}
+
+
+def test_every_limit_that_is_as_tight_is_named() -> None:
+    found = occupancy.of("sm_90a", threads=1024, registers=64, smem=200_000)
+    assert found == occupancy.Occupancy(1, ("registers", "smem"))
 
 
 def test_the_numbers_of_an_sm_belong_together() -> None:
