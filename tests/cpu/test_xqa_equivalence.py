@@ -258,8 +258,8 @@ def test_the_kernel_is_no_worse_than_nvccs(tmp_path: Path, name: str) -> None:
     """Of every variant of a bundle: ``python -m nvcc.compare``."""
     sm, changes = COMPILED[name]
     axes = axes_of(**changes)
-    upstream.unpack(tmp_path)
-    made, theirs = built(sm, axes), upstream.compile_kernel(axes, sm, tmp_path)
+    upstream.unpack(op(), tmp_path)
+    made, theirs = built(sm, axes), upstream.compile_kernel(op(), axes, sm, tmp_path)
     entry = elf.read(made.read("kernel.cubin")).entries["kernel_mha"]
     assert [param.size for param in entry.params] == [*theirs.params, 4] == param_sizes(axes)
     assert made.dynamic_smem == theirs.dynamic_smem

@@ -1,4 +1,4 @@
-"""Upstream's XQA sources as they are, unpatched, and what nvcc makes of them."""
+"""Upstream's CUDA C++ as it is, unpatched, and what nvcc makes of it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 from elftools.elf.elffile import ELFFile
 from nvcc import toolkit
 
-from kernseal.export import elf, occupancy, paths, source, spec
+from kernseal.export import elf, occupancy, source
 from kernseal.export.recipe import load_recipe
-from kernseal.export.spec import Target
+from kernseal.export.spec import Op, Target
 
-OP = "xqa_decode"
 OURS = ("GENERATE_CUBIN", "KSEAL_SMALL_TILES")
 """Macros that only our builds set."""
 HOST_FILES = ("hostUtils.h", "tensorMap.h", "tensorMap.cpp")
@@ -24,14 +23,10 @@ FLAGS = ("-std=c++17", "-O3", "-use_fast_math", "--expt-relaxed-constexpr")
 """Those of upstream's JIT (``gen_jit_spec``)."""
 
 
-def op() -> spec.Op:
-    return spec.load_op(paths.kernels() / OP)
-
-
-def unpack(folder: Path) -> None:
-    """The files that upstream's launchers and kernels are made of."""
+def unpack(op: Op, folder: Path) -> None:
+    """The files that the op's launchers and kernels are made of, side by side."""
     opened, _ = source.open_source(None, source.upstream())
-    names = list(source.source_set(op().folder))
+    names = list(source.source_set(op.folder))
     names += [str(Path(names[0]).with_name(name)) for name in HOST_FILES]
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -40,16 +35,16 @@ def unpack(folder: Path) -> None:
         (folder / Path(name).name).write_bytes(data)
 
 
-def class_of(axes: Mapping[str, Any], sm: str) -> Mapping[str, Any]:
+def class_of(op: Op, axes: Mapping[str, Any], sm: str) -> Mapping[str, Any]:
     """The class of ``kernel.yaml`` that has the axes on ``sm``."""
-    cls: Mapping[str, Any] = op().data["classes"][op().variant(Target(sm), axes).class_name]
+    cls: Mapping[str, Any] = op.data["classes"][op.variant(Target(sm), axes).class_name]
     return cls
 
 
-def definitions(axes: Mapping[str, Any], sm: str) -> list[str]:
+def definitions(op: Op, axes: Mapping[str, Any], sm: str) -> list[str]:
     """``-D`` for every macro that upstream's JIT would set."""
-    cls = class_of(axes, sm)
-    builder = getattr(load_recipe(str(op().folder / op().data["recipe"])), cls["builder"])
+    cls = class_of(op, axes, sm)
+    builder = getattr(load_recipe(str(op.folder / op.data["recipe"])), cls["builder"])
     macros = {name: value for name, value in builder(axes, cls).macros.items() if name not in OURS}
     return [f"-D{name}={value}" for name, value in sorted(macros.items())]
 
@@ -61,9 +56,14 @@ def architecture(sm: str, *, assembled: bool) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """``kernel_mha`` as nvcc builds it, in the words of our manifests."""
+    """A kernel as nvcc builds it, in the words of our manifests.
+
+    Attributes:
+        frame: bytes of stack a thread.
+    """
 
     registers: int
+    frame: int
     spill_bytes: int
     static_smem: int
     dynamic_smem: int
@@ -71,12 +71,20 @@ class Kernel:
     params: tuple[int, ...]
 
 
-def compile_kernel(axes: Mapping[str, Any], sm: str, folder: Path) -> Kernel:
+def compile_kernel(op: Op, axes: Mapping[str, Any], sm: str, folder: Path) -> Kernel:
     """nvcc's kernel for the product's SM: sources from ``unpack`` in ``folder``."""
-    module = Path(class_of(axes, sm)["module"]).name
+    module = Path(class_of(op, axes, sm)["module"]).name
     report = toolkit.nvcc(
         [
-            *(architecture(sm, assembled=True), *FLAGS, "-Xptxas", "-v", "-I.", *definitions(axes, sm)),
+            *(
+                architecture(sm, assembled=True),
+                *FLAGS,
+                "-w",
+                "-Xptxas",
+                "-v",
+                "-I.",
+                *definitions(op, axes, sm),
+            ),
             *("-cubin", "-o", "kernel.cubin", module),
         ],
         folder,
@@ -89,15 +97,16 @@ def compile_kernel(axes: Mapping[str, Any], sm: str, folder: Path) -> Kernel:
     assert spills, report
     return Kernel(
         registers=entry.registers,
+        frame=entry.frame,
         spill_bytes=sum(map(int, spills)),
         static_smem=sum(map(int, re.findall(r"(\d+) bytes smem", report))),
-        dynamic_smem=_smem_size(cubin),
+        dynamic_smem=smem_size(cubin),
         threads=threads,
         params=tuple(param.size for param in entry.params),
     )
 
 
-def _smem_size(cubin: bytes) -> int:
+def smem_size(cubin: bytes) -> int:
     """``smemSize``, which is a local symbol here and so has a mangled name."""
     file = ELFFile(io.BytesIO(cubin))
     table = file.get_section_by_name(".symtab")

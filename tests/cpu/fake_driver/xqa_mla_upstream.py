@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
@@ -12,14 +11,9 @@ from typing import Any
 
 import cffi
 from cpu.fake_driver.xqa_mla import Call, op
-from elftools.elf.elffile import ELFFile
 from nvcc import toolkit, upstream
 
-from kernseal.export import source
-from kernseal.export.recipe import load_recipe
-
 HERE = Path(__file__).resolve().parent
-HOST_FILES = [f"flashinfer/data/csrc/xqa/{name}" for name in ("hostUtils.h", "tensorMap.h", "tensorMap.cpp")]
 FIELDS = (
     ("uint32_t", ("sms", "max_seq_len", "batch", "pdl")),
     ("float", ("q_scale", "kv_scale")),
@@ -48,9 +42,9 @@ class Upstream:
     """
 
     def __init__(self, axes: Mapping[str, Any], sm: str, folder: Path) -> None:
-        _lay_out(folder)
-        data = op().data
-        macros = load_recipe(str(op().folder / data["recipe"])).mla(axes, data["classes"]["mla_sm120"]).macros
+        upstream.unpack(op(), folder)
+        for name in ("xqa_mla_upstream.cu", "fake_registration.c"):
+            shutil.copy(HERE / name, folder)
         report = toolkit.nvcc(
             [
                 *(upstream.architecture(sm, assembled=True), *upstream.FLAGS, "-shared", "-cudart", "none"),
@@ -66,13 +60,14 @@ class Upstream:
                     "-I.",
                     f"-I{HERE}",
                 ),
-                *(f"-D{name}={value}" for name, value in sorted(macros.items()) if name not in upstream.OURS),
+                *upstream.definitions(op(), axes, sm),
                 *("-o", "upstream.so", "xqa_mla_upstream.cu", "fake_registration.c"),
             ],
             folder,
         )
         self.local_bytes = sum(map(int, re.findall(r"(\d+) bytes (?:stack|spill)", report)))
-        self.smem = _shared_memory(folder)
+        (cubin,) = folder.glob("*.cubin")
+        self.smem = upstream.smem_size(cubin.read_bytes())
         os.environ["UPSTREAM_SMEM"] = str(self.smem)  # asked for when the library is loaded
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(CDEF)
@@ -97,26 +92,3 @@ class Upstream:
                 value = given[name] if name in given else call[name]
                 values[name] = self.ffi.cast("void *", value) if kind == "void *" else value
         self.c.upstream_launch(self.ffi.new("struct upstream_call *", values))
-
-
-def _lay_out(folder: Path) -> None:
-    """Upstream's files, unpatched and side by side."""
-    folder.mkdir(parents=True, exist_ok=True)
-    opened, _ = source.open_source(None, source.upstream())
-    for name in (*source.source_set(op().folder), *HOST_FILES):
-        data = opened.read(name)
-        assert data is not None, name
-        (folder / Path(name).name).write_bytes(data)
-    for name in ("xqa_mla_upstream.cu", "fake_registration.c"):
-        shutil.copy(HERE / name, folder)
-
-
-def _shared_memory(folder: Path) -> int:
-    """``smemSize`` of the program, which is a local symbol and so has a mangled name."""
-    (path,) = folder.glob("*.cubin")
-    file = ELFFile(io.BytesIO(path.read_bytes()))
-    table = file.get_section_by_name(".symtab")
-    assert table is not None
-    (symbol,) = [s for s in table.iter_symbols() if re.search(r"8smemSize|^smemSize$", s.name)]
-    data = file.get_section(symbol["st_shndx"]).data()
-    return int.from_bytes(data[symbol["st_value"] : symbol["st_value"] + 4], "little")

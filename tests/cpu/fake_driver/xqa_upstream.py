@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cffi
-from cpu.fake_driver.xqa import SMEM, Call
+from cpu.fake_driver.xqa import SMEM, Call, op
 from nvcc import toolkit, upstream
 
 HERE = Path(__file__).resolve().parent
@@ -61,15 +61,15 @@ class Launcher:
     """
 
     def __init__(self, axes: Mapping[str, Any], sm: str, folder: Path) -> None:
-        upstream.unpack(folder)
+        upstream.unpack(op(), folder)
         for name in ("xqa_upstream.cu", "fake_registration.c"):
             shutil.copy(HERE / name, folder)
-        gmma = upstream.class_of(axes, sm)["builder"] == "gmma"
+        gmma = upstream.class_of(op(), axes, sm)["builder"] == "gmma"
         toolkit.nvcc(
             [
                 *(upstream.architecture(sm, assembled=False), *upstream.FLAGS, "-shared", "-cudart", "none"),
                 *("-Xcompiler", "-fPIC", "-Xlinker", "-Bsymbolic", "--keep", "-w", "-I.", f"-I{HERE}"),
-                *(f"-DUPSTREAM_GMMA={int(gmma)}", *upstream.definitions(axes, sm)),
+                *(f"-DUPSTREAM_GMMA={int(gmma)}", *upstream.definitions(op(), axes, sm)),
                 *("-o", "upstream.so", "xqa_upstream.cu", "fake_registration.c"),
                 *(["tensorMap.cpp"] if gmma else []),
             ],
