@@ -227,7 +227,9 @@ def test_scales_may_say_what_they_are() -> None:
     from kernseal.loader.tensors import reader_of
 
     scales = torch.zeros(2, 3, dtype=torch.float8_e4m3fn)
-    assert reader_of("k_scales", scales)("k_scales", scales, 0)[2] in SPEC.operands(FP4)["k_scales"].dtype.split("|")
+    assert reader_of("k_scales", scales)("k_scales", scales, 0)[2] in SPEC.operands(FP4)[
+        "k_scales"
+    ].dtype.split("|")
 
 
 @pytest.mark.parametrize(
