@@ -21,9 +21,9 @@ BUNDLES = {
 }
 INTRODUCTION = """# XQA decode and XQA MLA: what was run, where, with what result
 
-Made by `python -m gpu.results_xqa` from the reports of `tests/gpu/run_all.sh`; nothing below is typed by hand.
+Made by `python -m gpu.results_xqa` from the reports of `tests/gpu/run_all.sh`; no number below is typed by hand.
 SM120 and SM121 artifacts are the same source built for their own SM, compiled and inspected; the source itself ran as
-the retargeted bundles below (an NVFP4 cache with the conversion instruction spelled out in software, which Hopper lacks).
+the retargeted bundles below (an NVFP4 cache with three instructions that Hopper lacks spelled out in software).
 SM100 and SM103 are compiled and inspected; they were not run. Launches for SM90, SM100 and SM120 are compared byte for
 byte with upstream's own host code in the CPU tests.
 
@@ -32,6 +32,15 @@ two with `kernseal build --profile validation --out dist/validation`, and run
 `tests/gpu/run_all.sh tests sanitizer_xqa sanitizer_mla bench_xqa` with `KERNSEAL_COMMIT=$(git rev-parse HEAD)
 KERNSEAL_DIRTY=0 KERNSEAL_EXAMPLES=2500 KERNSEAL_STEPS=10000 KERNSEAL_VALIDATION_KEY=KEY.json`. What nvcc makes of the same
 source: [results-xqa-compiled.md](results-xqa-compiled.md).
+"""
+OPEN = """
+## What this run leaves open
+
+- Four of the tests failed by their own fault: `test_xqa_torch_api.py`, drafts with FlashInfer's arguments, built a problem
+  without `q_len`. They are mended; these four have not run since. Everything else passed.
+- synccheck reports an overflow of an mbarrier in the FP8 GMMA kernel (`fp8_math`), where copies that bring an arrival of
+  their own (`cp.async.mbarrier.arrive` without `noinc`) load partial results. No other tool does; not settled.
+- `sm90_more` and `sm120_on_sm90_more` were under memcheck only, in an earlier run of the same day, on `sm90_more` alone.
 """
 GUARANTEES = """
 ## Bit for bit
@@ -121,7 +130,7 @@ def page(folder: Path) -> str:
         f"\n## Tests\n\n{provenance(tests)}\n{tests['tests']} tests collected, exit status {tests['exit']}.\n"
     )
     checked = sanitizers({"xqa_decode": xqa, "xqa_mla": latent})
-    return INTRODUCTION + counts + accuracy(tests) + GUARANTEES + mla(tests) + checked + speed(bench)
+    return INTRODUCTION + counts + OPEN + accuracy(tests) + GUARANTEES + mla(tests) + checked + speed(bench)
 
 
 if __name__ == "__main__":
