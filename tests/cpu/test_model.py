@@ -387,7 +387,11 @@ def test_a_bad_argument_is_one_typed_error(arguments: list[str], code: int, word
 )  # fmt: skip
 def test_make_artifacts_passes_the_model_on(given: list[str], wanted: str) -> None:
     shown = subprocess.run(
-        ["make", "-n", "artifacts", "SM=120", *given], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "-n", "--no-print-directory", "artifacts", "SM=120", *given],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert shown.stdout.rstrip().endswith(f".venv/bin/kernseal build {wanted}")
 

@@ -126,6 +126,8 @@ def test_a_relative_config_folder_is_ignored(tmp_path: Path) -> None:
 def test_many_first_uses_at_once_agree_on_one_developer_key(home: dict[str, str]) -> None:
     with multiprocessing.get_context("fork").Pool(8) as pool:
         keys = pool.map(developer_keyid, [home] * 32)
+        pool.close()  # and they end by themselves: a worker that inherited a handler of SIGTERM would not be terminated
+        pool.join()
     assert len(set(keys)) == 1
     assert sorted(p.name for p in signing.developer_path(home).parent.iterdir()) == [
         "developer.json",
