@@ -167,6 +167,9 @@ class Suite:
         return report
 
     def pytest_unconfigure(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
         self.open.close()
 
 

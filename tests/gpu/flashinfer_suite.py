@@ -24,7 +24,12 @@ from gpu.bundles import ALL
 from gpu.flashinfer_plugin import SETTINGS
 from gpu.provenance import provenance
 
-FILES = ("tests/attention/test_*xqa*.py", "tests/trace/test_xqa*.py", "tests/gdn/test_prefill_*.py")
+FILES = (
+    "tests/attention/test_*xqa*.py",
+    "tests/trace/test_xqa*.py",
+    "tests/gdn/test_prefill_delta_rule.py",
+    "tests/gdn/test_prefill_state_indices.py",
+)
 
 
 def arguments() -> argparse.Namespace:
