@@ -53,3 +53,9 @@ def fake_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     kernels = compile_c(ZIG, sources, folder / "kernels.so", *flags)
     own = {"LD_LIBRARY_PATH": str(folder), "FAKE_CUDA_KERNEL": str(kernels), "FAKE_CUDA_CC": "90"}
     return {**os.environ, **own}
+
+
+@pytest.fixture(scope="session")
+def cargo_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where cargo builds: outside of the checkout, once for all tests."""
+    return tmp_path_factory.mktemp("rust")

@@ -70,10 +70,10 @@ def build_cpp(bundle: Path, folder: Path) -> None:
         compile_c([CXX], [EXAMPLES / "cpp" / f"{op}.cpp"], folder / op, *CXXFLAGS, f"-I{bundle}")
 
 
-def cargo(*arguments: str, target: Path, **environment: str) -> str:
+def cargo(*arguments: str, target: Path, last: tuple[str, ...] = (), **environment: str) -> str:
     assert CARGO is not None
     done = subprocess.run(
-        [CARGO, *arguments, "--offline", "--locked"],
+        [CARGO, *arguments, "--offline", "--locked", *last],
         cwd=CRATE,
         env={**os.environ, "CARGO_TARGET_DIR": str(target), "RUSTFLAGS": "-D warnings", **environment},
         capture_output=True,
@@ -85,22 +85,16 @@ def cargo(*arguments: str, target: Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where cargo builds: outside of the checkout, once for all tests."""
-    return tmp_path_factory.mktemp("rust")
-
-
-@pytest.fixture(scope="session")
 def program(
-    example_bundle: Path, target: Path, tmp_path_factory: pytest.TempPathFactory
+    example_bundle: Path, cargo_target: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Program]:
     """The command of an example, by its name in PROGRAMS; each language is built once."""
     folders: dict[str, Path] = {}
 
     def build(language: str) -> Path:
         if language == "rust":
-            cargo("build", "--examples", target=target, KERNSEAL_BUNDLE=str(example_bundle))
-            return target / "debug" / "examples"
+            cargo("build", "--examples", target=cargo_target, KERNSEAL_BUNDLE=str(example_bundle))
+            return cargo_target / "debug" / "examples"
         if language == "python":
             return EXAMPLES / "python"
         folder = tmp_path_factory.mktemp(language)
@@ -303,25 +297,25 @@ needs_cargo = pytest.mark.skipif(CARGO is None, reason="no cargo on this machine
 
 
 @needs_cargo
-def test_the_crates_own_tests_pass(target: Path) -> None:
+def test_the_crates_own_tests_pass(cargo_target: Path) -> None:
     """SHA-256, and the doc tests: what must compile and what must not."""
-    done = cargo("test", target=target)
+    done = cargo("test", target=cargo_target)
     assert done.count("test result: ok. ") >= 2
     assert done.count("compile fail ... ok") == 4
     assert "0 passed; 0 failed; 0 ignored; 0 measured" not in done.split("Doc-tests")[1]
 
 
 @needs_cargo
-def test_the_crate_pleases_clippy_and_rustfmt(target: Path) -> None:
+def test_the_crate_pleases_clippy_and_rustfmt(cargo_target: Path) -> None:
     if compiler("cargo-clippy") is None or compiler("cargo-fmt") is None:
         pytest.skip("no clippy or no rustfmt on this machine")
-    cargo("clippy", "--all-targets", target=target)
+    cargo("clippy", "--all-targets", target=cargo_target)
     done = subprocess.run(["cargo", "fmt", "--check"], cwd=CRATE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
 @needs_cargo
-def test_the_crate_is_all_there_is_to_a_build(target: Path) -> None:
+def test_the_crate_is_all_there_is_to_a_build() -> None:
     assert [line for line in (CRATE / "Cargo.lock").read_text().splitlines() if "name = " in line] == [
         'name = "kernseal"'
     ]
