@@ -1,6 +1,7 @@
-"""The addresses of a call's torch tensors, each checked for what the C library cannot see.
+"""What the torch functions of an op call on their way to ``Op.launch``: the addresses of a call's tensors, each checked for
+what the C library cannot see.
 
-For functions that call ``Op.launch``: nothing is made, and an attribute is read at most once. torch is not imported here.
+Nothing is made, and an attribute is read at most once.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
+
 from .errors import InvalidArgument, Unsupported
+from .op import Op
 from .serving import device_name
 
 
@@ -77,11 +81,18 @@ def scale(name: str, given: Any, dtypes: Collection[Any], device: int) -> tuple[
     return 1.0, dense(name, given, dtypes, 1, device)
 
 
+def launch_on(device: int, op: Op, run: dict[str, Any]) -> None:
+    """``op.launch(**run)`` with ``device`` current. Making it current costs time, so it is done only if it is not."""
+    if torch.cuda.current_device() == device:
+        op.launch(**run)
+    else:
+        with torch.cuda.device(device):
+            op.launch(**run)
+
+
 @functools.cache
 def sm_count(device: int) -> int:
     """Multiprocessors of a CUDA device."""
-    import torch
-
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

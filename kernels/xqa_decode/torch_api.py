@@ -22,6 +22,7 @@ from kernseal.loader.addresses import (
     check_sm_count,
     dense,
     dtype_name,
+    launch_on,
     memory,
     on_device,
     optional,
@@ -213,11 +214,7 @@ def xqa(
         "workspace_bytes": workspace_buffer.nbytes,
         "stream": torch.cuda.current_stream(device).cuda_stream,
     }
-    if torch.cuda.current_device() == device:
-        op.launch(**run)
-    else:
-        with torch.cuda.device(device):
-            op.launch(**run)
+    launch_on(device, op, run)
 
 
 REPLACES = {"flashinfer.xqa": {"xqa": xqa}, "flashinfer": {"xqa": xqa}}

@@ -21,6 +21,7 @@ from kernseal.loader.addresses import (
     check_sm_count,
     dense,
     dtype_name,
+    launch_on,
     memory,
     on_device,
     scale,
@@ -138,11 +139,7 @@ def xqa_mla(
         "workspace_bytes": workspace_buffer.nbytes,
         "stream": torch.cuda.current_stream(device).cuda_stream,
     }
-    if torch.cuda.current_device() == device:
-        op.launch(**run)
-    else:
-        with torch.cuda.device(device):
-            op.launch(**run)
+    launch_on(device, op, run)
 
 
 def _module(
