@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -322,10 +323,15 @@ def _flatten(spec: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
     return numbers
 
 
-def _exclude(spec: Mapping[str, Any], axes: tuple[Axis, ...]) -> Exclude:
+def _excludes(spec: Mapping[str, Any], axes: tuple[Axis, ...]) -> Iterator[Exclude]:
+    """One for each point of a rule."""
     index = {axis.name: i for i, axis in enumerate(axes)}
-    when = tuple((index[n], axes[index[n]].values[axis_key(value)]) for n, value in spec["when"].items())
-    return Exclude(spec.get("class"), when, spec["why"])
+    choices = [
+        [(index[name], axes[index[name]].values[axis_key(value)]) for value in values]
+        for name, values in spec["when"].items()
+    ]
+    for when in itertools.product(*choices):
+        yield Exclude(spec.get("class"), when, spec["why"])
 
 
 def _check_axes(op: str, axes: Mapping[str, Axis], fields: Iterable[Mapping[str, Any]]) -> None:
@@ -363,7 +369,7 @@ def _op(
         args=_struct(f"kseal_{name}_args", f"What one run of {name} gets.", "in", spec["abi"]["args"]),
         config_fields=tuple((f["name"], f.get("axis")) for f in spec["abi"]["config"]),
         classes=tuple(OpClass(c, v["builder"], _flatten(v)) for c, v in spec["classes"].items()),
-        excludes=tuple(_exclude(e, axes) for e in spec.get("excludes", ())),
+        excludes=tuple(e for rule in spec.get("excludes", ()) for e in _excludes(rule, axes)),
         limits=_flatten(spec["limits"]),
         functions=tuple(
             _function(f, {"op": name}, status) for f in functions if f.get("needs") in (None, *arg_names)

@@ -84,17 +84,14 @@ class Op:
     def class_for(self, target: Target, axes: Mapping[str, AxisValue]) -> str | None:
         """The upstream class that serves ``axes`` on ``target``: the first whose ``serves`` has them. None without one."""
         for name in self.classes_for(target):
-            serves = self.data["classes"][name].get("serves", {})
-            if all(axes[axis] in values for axis, values in serves.items()):
+            if _has(self.data["classes"][name].get("serves", {}), axes):
                 return name
         return None
 
     def excluded(self, class_name: str, axes: Mapping[str, AxisValue]) -> str | None:
         """Why no class has this combination, or None when it does."""
         for rule in self.data.get("excludes", []):
-            if rule.get("class", class_name) != class_name:
-                continue
-            if all(axes[axis] == value for axis, value in rule["when"].items()):
+            if rule.get("class", class_name) == class_name and _has(rule["when"], axes):
                 return str(rule["why"])
         return None
 
@@ -115,6 +112,9 @@ class Op:
             raise Unsupported(f"op {self.name}: no class of {target.name} has {dict(axes)}: {served}")
         if why := self.excluded(class_name, axes):
             raise Unsupported(f"op {self.name}, class {class_name}: {why}")
+        return self._variant(class_name, axes)
+
+    def _variant(self, class_name: str, axes: Mapping[str, AxisValue]) -> Variant:
         ordered = {axis: axes[axis] for axis in self.data["axes"]}
         return Variant(self.name, class_name, ordered, variant_id(self.data, ordered))
 
@@ -128,7 +128,7 @@ class Op:
         for axes in self._points(profile):
             class_name = self.class_for(target, axes)
             if class_name is not None and self.excluded(class_name, axes) is None:
-                made = self.variant(target, axes)
+                made = self._variant(class_name, axes)
                 found[made.id] = made
         return [found[key] for key in sorted(found)]
 
@@ -156,6 +156,11 @@ class Op:
             names += cls["sms"]
             names += [f"{sm}-on-{other}" for sm in cls["sms"] for other in cls.get("retarget", [])]
         return names
+
+
+def _has(points: Mapping[str, Sequence[AxisValue]], axes: Mapping[str, AxisValue]) -> bool:
+    """Whether ``axes`` is one of ``points``: those that have one of the values given for each axis named."""
+    return all(axes[axis] in values for axis, values in points.items())
 
 
 def variant_id(data: Mapping[str, Any], axes: Mapping[str, AxisValue]) -> str:
@@ -210,11 +215,13 @@ def _check(path: Path, text: str, data: Any) -> None:
         files.write_atomic(stamp, b"")
 
 
-def _check_serves(op: str, data: Mapping[str, Any]) -> None:
-    """What a class serves must be axes and values of theirs: a misspelt one would silently serve nothing."""
-    for name, cls in data["classes"].items():
-        for axis, values in cls.get("serves", {}).items():
-            where = f"kernels/{op}/kernel.yaml: classes.{name}.serves"
+def _check_points(op: str, data: Mapping[str, Any]) -> None:
+    """What a class serves and a rule excludes must be axes and values of theirs: misspelt, it would silently match none."""
+    found = {f"classes.{name}.serves": cls.get("serves", {}) for name, cls in data["classes"].items()}
+    found |= {f"excludes.{i}.when": rule["when"] for i, rule in enumerate(data.get("excludes", []))}
+    for key, points in found.items():
+        where = f"kernels/{op}/kernel.yaml: {key}"
+        for axis, values in points.items():
             if axis not in data["axes"]:
                 raise Malformed(f"{where}: {axis!r} is no axis; there are {', '.join(data['axes'])}")
             known = data["axes"][axis].get("values", [False, True])
@@ -238,7 +245,7 @@ def load_op(folder: Path) -> Op:
     _check(path, text, data)
     if data["op"] != folder.name:
         raise Malformed(f"kernels/{folder.name}/kernel.yaml: op: {data['op']!r} is not the folder's name")
-    _check_serves(folder.name, data)
+    _check_points(folder.name, data)
     return Op(data["op"], folder, data)
 
 

@@ -94,6 +94,23 @@ def test_a_class_serves_axes_and_values_that_there_are(xqa_folder: Path, new: st
 
 
 @pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        ("{dtype: bf16}", "excludes.0.when.dtype: 'bf16' is not of type 'array'"),
+        ("{dtype: []}", "excludes.0.when.dtype: [] should be non-empty"),
+        ("{}", "excludes.0.when: {} should be non-empty"),
+        ("{type: [bf16]}", "excludes.0.when: 'type' is no axis; there are dtype, kv_dtype, out_dtype,"),
+        ("{dtype: [f16, bf61]}", "excludes.0.when.dtype: 'bf61' is not one of bf16, f16"),
+    ],
+)
+def test_a_rule_excludes_axes_and_values_that_there_are(xqa_folder: Path, new: str, words: str) -> None:
+    edit(xqa_folder, "when: {dtype: [bf16], kv_dtype: [f16]}", f"when: {new}")
+    with pytest.raises(Malformed) as refused:
+        spec.load_op(xqa_folder)
+    assert str(refused.value).startswith(f"kernels/xqa_decode/kernel.yaml: {words}")
+
+
+@pytest.mark.parametrize(
     ("target", "changes", "expected"),
     [
         (Target("sm_90a"), {}, "mha"),
@@ -176,11 +193,11 @@ def test_excludes_and_defaults_name_axes_and_values_that_there_are() -> None:
         assert set(op.data["defaults"]) == set(values)
         for rule in op.data.get("excludes", []):
             assert rule.get("class") in (None, *op.data["classes"])
-            assert all(value in values[axis] for axis, value in rule["when"].items()), rule
+            assert all(value in values[axis] for axis, some in rule["when"].items() for value in some), rule
 
 
 def test_a_rule_over_a_range_of_head_dims_has_all_of_them() -> None:
-    """Excludes name single values: none of a range may be missing."""
+    """Excludes list values: none of a range may be missing."""
     values = XQA.data["axes"]["head_dim"]["values"]
     assert values == list(range(16, 513, 16))
     for changes, unsupported in (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -724,9 +725,16 @@ def excluded_point(rule: Mapping[str, Any]) -> tuple[str, Axes]:
     return sm, axes_of(**{**fitting, **when})
 
 
+def excluded_singly() -> Iterator[dict[str, Any]]:
+    """The rules of excludes, one for each of their points."""
+    for rule in op().data["excludes"]:
+        for values in itertools.product(*rule["when"].values()):
+            yield {**rule, "when": dict(zip(rule["when"], values, strict=True))}
+
+
 @pytest.mark.parametrize(
     "rule",
-    op().data["excludes"],
+    list(excluded_singly()),
     ids=lambda rule: "-".join([rule.get("class", "any"), *(f"{a}={v}" for a, v in rule["when"].items())]),
 )
 def test_a_combination_that_no_class_has_is_refused_with_the_reason(
