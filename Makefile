@@ -72,7 +72,7 @@ types:
 .PHONY: example-c example-cpp example-rust
 example-c: $(ENV) ## build the C example and run it over the recording driver, every error path too
 	@command -v cc >/dev/null || { echo 'make example-c: no C compiler (cc) here' >&2; exit 1; }
-	@$(RUN) -m pytest tests/cpu/test_abi_examples.py -v -k "c-gdn"
+	@$(RUN) -m pytest tests/cpu/test_abi_examples.py -v -k "c-"
 
 example-cpp: $(ENV) ## the same for the C++ examples
 	@command -v c++ >/dev/null || { echo 'make example-cpp: no C++ compiler (c++) here' >&2; exit 1; }
