@@ -1,7 +1,7 @@
 """What the torch functions of an op call on their way to ``Op.launch``: the addresses of a call's tensors, each checked for
 what the C library cannot see.
 
-Nothing is made, and an attribute is read at most once.
+Nothing is made, and an attribute is read at most once. torch is imported where it is first needed: the loader works without.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping
 from typing import Any
-
-import torch
 
 from .errors import InvalidArgument, Unsupported
 from .op import Op
@@ -81,8 +79,16 @@ def scale(name: str, given: Any, dtypes: Collection[Any], device: int) -> tuple[
     return 1.0, dense(name, given, dtypes, 1, device)
 
 
+@functools.cache
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
 def launch_on(device: int, op: Op, run: dict[str, Any]) -> None:
     """``op.launch(**run)`` with ``device`` current. Making it current costs time, so it is done only if it is not."""
+    torch = _torch()
     if torch.cuda.current_device() == device:
         op.launch(**run)
     else:
@@ -93,7 +99,7 @@ def launch_on(device: int, op: Op, run: dict[str, Any]) -> None:
 @functools.cache
 def sm_count(device: int) -> int:
     """Multiprocessors of a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return int(_torch().cuda.get_device_properties(device).multi_processor_count)
 
 
 def check_sm_count(given: int | None, device: int) -> None:
