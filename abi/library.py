@@ -11,7 +11,27 @@ from kernseal.abi.model import ABI_DIR, KERNELS_DIR, Abi, axis_key, load
 from kernseal.abi.render import template
 
 _SYMBOL = re.compile(r"[A-Za-z0-9_.$]+")
+MAX_KERNELS = 8
+"""``KSEAL_MAX_KERNELS`` of ``core/variant.h``."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """One kernel of a variant's image.
+
+    Attributes:
+        entry: its name in the image.
+        registers: of a thread.
+        spill_bytes: register spills of a thread, stores and loads together.
+        static_smem, dynamic_smem: bytes of shared memory of a block, declared and asked for at launch.
+    """
+
+    entry: str
+    registers: int
+    spill_bytes: int
+    static_smem: int
+    dynamic_smem: int
 
 
 @dataclass(frozen=True)
@@ -21,7 +41,7 @@ class VariantRecord:
     Attributes:
         class_name: key of ``classes`` in the op's ``kernel.yaml``.
         axes: value of every axis of the op.
-        entry: name of the kernel in the image.
+        kernels: of the image, 1 to 8; the first is the one a ``kseal_variant_info`` describes.
         file: the image's path in the bundle.
         size, sha256: of the image.
         evidence: a name of ``kseal_evidence`` in ``types.yaml``.
@@ -34,14 +54,10 @@ class VariantRecord:
     variant: str
     class_name: str
     axes: dict[str, str | bool | int]
-    entry: str
+    kernels: tuple[KernelRecord, ...]
     file: str
     size: int
     sha256: str
-    registers: int
-    spill_bytes: int
-    static_smem: int
-    dynamic_smem: int
     evidence: str
     host_prefix: str | None
     host_function: str | None
@@ -146,9 +162,11 @@ def _rows(abi: Abi, variants: Sequence[VariantRecord]) -> list[_Row]:
 
 def _check_text(record: VariantRecord) -> None:
     where = f"{record.op}/{record.variant}"
-    for name, value in vars(record).items():
-        if not isinstance(value, str):
-            continue
+    texts = {name: value for name, value in vars(record).items() if isinstance(value, str)}
+    texts |= {f"kernels.{i}.entry": kernel.entry for i, kernel in enumerate(record.kernels)}
+    if not 1 <= len(record.kernels) <= MAX_KERNELS:
+        raise ValueError(f"{where}: kernels: {len(record.kernels)}; supported are 1 to {MAX_KERNELS}")
+    for name, value in texts.items():
         if not value.isascii() or not value.isprintable() or '"' in value or "\\" in value:
             raise ValueError(f"{where}: {name} {value!r} cannot be written into C")
     if (record.host_prefix is None) != (record.host_function is None):

@@ -11,6 +11,7 @@ import click
 
 from kernseal.export import output, progress, spec
 from kernseal.loader.errors import InvalidArgument, Malformed
+from kernseal.loader.statement import MORE_KERNELS
 
 SHRINK = ("entry",)
 MAX_CUBIN_BYTES = 1 << 30
@@ -19,18 +20,22 @@ NUMBERS = COLUMNS[3:8]
 
 
 def kernel_rows(folder: Path) -> list[tuple[object, ...]]:
-    """A row for each kernel that the bundle's manifest has."""
-    return [
-        (k["op"], k["variant"], short_entry(k["entry"]), k["registers"], k["spill_bytes"],
-         f"{k['static_smem']}+{k['dynamic_smem']}", "?" if k["ctas_per_sm"] is None else k["ctas_per_sm"],
-         output.size(k["bytes"]), k["evidence"])
-        for k in kernels_with_occupancy(folder)
-    ]  # fmt: skip
+    """A row for each kernel that the bundle's manifest has; those after the first of a variant without its name."""
+    rows: list[tuple[object, ...]] = []
+    for k in kernels_with_occupancy(folder):
+        rows.append((k["op"], k["variant"], *_numbers(k), output.size(k["bytes"]), k["evidence"]))
+        rows += [("", "", *_numbers(other), "", "") for other in k.get(MORE_KERNELS, ())]
+    return rows
+
+
+def _numbers(kernel: Mapping[str, Any]) -> tuple[object, ...]:
+    smem = f"{kernel['static_smem']}+{kernel['dynamic_smem']}"
+    ctas = "?" if kernel["ctas_per_sm"] is None else kernel["ctas_per_sm"]
+    return short_entry(kernel["entry"]), kernel["registers"], kernel["spill_bytes"], smem, ctas
 
 
 def kernels_with_occupancy(folder: Path) -> list[dict[str, Any]]:
     """The manifest's record of each kernel, with ``ctas_per_sm`` (None where its cubin does not say how large a CTA is)."""
-    from kernseal.export import occupancy
     from kernseal.loader.safe_read import directory, read_all
     from kernseal.loader.statement import FILE, MAX_BYTES, parse_statement
 
@@ -39,9 +44,19 @@ def kernels_with_occupancy(folder: Path) -> list[dict[str, Any]]:
         statement = parse_statement(read_all(root, FILE, limit=MAX_BYTES))
         for kernel in statement.kernels:
             cubin = read_all(root, kernel.file, limit=MAX_CUBIN_BYTES)
-            fits = occupancy.of_kernel(statement.retarget or statement.sm, kernel.record, cubin)
-            found.append({**kernel.record, "ctas_per_sm": None if fits is None else fits.ctas})
+            arch = statement.retarget or statement.sm
+            made = _with_occupancy(arch, kernel.record, cubin)
+            if MORE_KERNELS in made:
+                made[MORE_KERNELS] = [_with_occupancy(arch, other, cubin) for other in made[MORE_KERNELS]]
+            found.append(made)
     return found
+
+
+def _with_occupancy(arch: str, kernel: Mapping[str, Any], cubin: bytes) -> dict[str, Any]:
+    from kernseal.export import occupancy
+
+    fits = occupancy.of_kernel(arch, kernel, cubin)
+    return {**kernel, "ctas_per_sm": None if fits is None else fits.ctas}
 
 
 def short_entry(entry: str) -> str:

@@ -24,6 +24,8 @@ HOST_TARGETS = {
     "linux-aarch64": ("aarch64-unknown-linux-gnu", "generic"),
 }
 EMBEDDED_IMAGE = "kernels_binary"
+LAUNCH = "llvm.call @_cudaLaunchKernelEx("
+CONFIG = r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
 
 
 def isolate(job: CuteJob) -> None:
@@ -53,27 +55,50 @@ def imported_files(tree: str) -> list[str]:
     )
 
 
-def dynamic_smem(mlir: str) -> int:
-    """Bytes of dynamic shared memory that the host code stores into its launch configuration.
+def launched_kernels(mlir: str) -> list[tuple[str, int]]:
+    """The kernels that the host code launches, in order, and the bytes of dynamic shared memory it asks for (the most, where
+    one is launched in several places).
 
     Raises:
-        ValueError: the module does not hold exactly one constant for it.
+        ValueError: a launch whose kernel or constant cannot be told.
     """
-    config = r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+    (body,) = (text for text in re.split(r"^  llvm\.func ", mlir, flags=re.MULTILINE) if LAUNCH in text)
     fields = re.findall(
-        rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, !llvm\.{config}", mlir
+        rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, !llvm\.{CONFIG}", body
     )
-    values = set()
-    for name in fields:
-        for stored in re.findall(rf"llvm\.store (%\w+), {name} : i64", mlir):
-            values |= set(
-                re.findall(rf"^\s*{stored} = llvm\.mlir\.constant\((\d+) : i64\)", mlir, re.MULTILINE)
-            )
+    kernels = re.findall(rf"{re.escape(LAUNCH)}%\w+, (%\w+),", body)
+    if len(fields) != len(kernels):
+        raise ValueError(f"{len(kernels)} launches and {len(fields)} launch configurations")
+    found: dict[str, int] = {}
+    for field, kernel in zip(fields, kernels, strict=True):
+        entry = _launched_entry(body, kernel)
+        found[entry] = max(found.get(entry, 0), _stored_constant(body, field))
+    return list(found.items())
+
+
+def _launched_entry(body: str, kernel: str) -> str:
+    """Name of the kernel that the value is loaded from the global of."""
+    names = re.findall(
+        rf"^\s*(%\w+) = llvm\.mlir\.addressof @kernels_(\S+) : !llvm\.ptr\n\s*{kernel} = llvm\.load \1 ",
+        body,
+        re.MULTILINE,
+    )
+    if len(names) != 1:
+        raise ValueError(f"launch of {kernel}: expected one kernel, found {[name for _, name in names]}")
+    return str(names[0][1])
+
+
+def _stored_constant(body: str, field: str) -> int:
+    """Bytes of dynamic shared memory stored into a launch configuration."""
+    values: set[int] = set()
+    for stored in re.findall(rf"llvm\.store (%\w+), {field} : i64", body):
+        constants = re.findall(rf"^\s*{stored} = llvm\.mlir\.constant\((\d+) : i64\)", body, re.MULTILINE)
+        values |= {int(value) for value in constants}
     if len(values) != 1:
         raise ValueError(
             f"dynamic shared memory: expected one constant in the launch configuration, found {sorted(values)}"
         )
-    return int(values.pop())
+    return values.pop()
 
 
 def host_object(compiled: Any, job: CuteJob, path: Path) -> None:
@@ -128,13 +153,13 @@ def compile_variant(job: CuteJob) -> None:
     compiled = cute.compile[options](kernel, *args)
     (ptx,) = dump.glob("*.ptx")
     (cubin,) = dump.glob("*.cubin")
-    (entry,) = compiled.kernel_info
+    kernels = launched_kernels(str(compiled.ir_module))
+    if {entry for entry, _ in kernels} != set(compiled.kernel_info):
+        raise RuntimeError(f"kernels {sorted(compiled.kernel_info)}, but launched are {kernels}")
     ptx.rename(out / "raw.ptx")
     cubin.rename(out / "dsl.cubin")
     host_object(compiled, job, out / "host.o")
-    answer = CuteAnswer(
-        entry, compiled.function_name, dynamic_smem(str(compiled.ir_module)), imported_files(job.tree)
-    )
+    answer = CuteAnswer(kernels, compiled.function_name, imported_files(job.tree))
     answer.save(out / "answer.json")
 
 

@@ -37,14 +37,13 @@ class Compiled:
     It leaves ``raw.ptx``; where it also assembles, ``dsl.cubin``; where it makes host code, ``host.o``.
 
     Attributes:
-        entry: the kernel's name in PTX and cubin.
-        host_function: name of the host entry, without prefix; None where the library launches the kernel itself.
-        dynamic_smem: bytes of dynamic shared memory a launch needs, or the name of the constant in the cubin that says so.
+        kernels: name in PTX and cubin of each, and bytes of dynamic shared memory its launch needs, or the name of the
+            constant in the cubin that says so.
+        host_function: name of the host entry, without prefix; None where the library launches the kernels itself.
     """
 
-    entry: str
+    kernels: Mapping[str, int | str] = field(hash=False)
     host_function: str | None
-    dynamic_smem: int | str
 
 
 def compile_variant(
@@ -85,7 +84,7 @@ def _cute(op: Op, variant: Variant, target: Target, tree: Path, tools: Tools, wo
         raise BuildFailed(
             f"{variant.key}: the build imported files outside the source set: {', '.join(outside)}"
         )
-    return Compiled(answer.entry, answer.host_function, answer.dynamic_smem)
+    return Compiled(dict(answer.kernels), answer.host_function)
 
 
 def _nvrtc(op: Op, variant: Variant, target: Target, tree: Path, tools: Tools, work: Path) -> Compiled:
@@ -101,7 +100,7 @@ def _nvrtc(op: Op, variant: Variant, target: Target, tree: Path, tools: Tools, w
     ).save(work / "job.json")
     _work("nvrtc", variant, target, work)
     answer = NvrtcAnswer.load(work / "answer.json")
-    return Compiled(answer.entry, None, answer.dynamic_smem)
+    return Compiled(dict(answer.kernels), None)
 
 
 def _work(front_end: str, variant: Variant, target: Target, work: Path) -> None:

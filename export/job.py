@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,13 @@ class CuteAnswer:
     """What the compiler says of a variant beyond its files.
 
     Attributes:
-        entry: the kernel's name in PTX and cubin.
+        kernels: what the host code launches: entry, and bytes of dynamic shared memory that it asks for.
         host_function: name of the host entry, without prefix.
-        dynamic_smem: bytes of dynamic shared memory that the host code asks for at launch.
         modules: upstream files that the build imported, by path in the wheel.
     """
 
-    entry: str
+    kernels: list[tuple[str, int]]
     host_function: str
-    dynamic_smem: int
     modules: list[str]
 
     def save(self, path: Path) -> None:
@@ -66,7 +64,20 @@ class CuteAnswer:
 
     @staticmethod
     def load(path: Path) -> CuteAnswer:
-        return CuteAnswer(**json.loads(path.read_text()))
+        read = json.loads(path.read_text())
+        return CuteAnswer([(entry, smem) for entry, smem in read.pop("kernels")], **read)
+
+
+class NvrtcKernel(NamedTuple):
+    """One kernel of a program.
+
+    Attributes:
+        entry: its name in PTX and cubin.
+        dynamic_smem: bytes of dynamic shared memory that its launch needs, or the constant of the program that says so.
+    """
+
+    entry: str
+    dynamic_smem: str | int
 
 
 @dataclass(frozen=True)
@@ -76,14 +87,12 @@ class NvrtcProgram:
     Attributes:
         macros: name to value; they are what makes the variant.
         options: further options of NVRTC, in order.
-        entry: the kernel's name in PTX and cubin.
-        dynamic_smem: the constant of the program that says how much dynamic shared memory a launch needs.
+        kernels: those that are launched; ``kernel`` of a ``struct kseal_launch`` counts from the first.
     """
 
     macros: Mapping[str, str | int] = field(hash=False)
     options: tuple[str, ...]
-    entry: str
-    dynamic_smem: str
+    kernels: tuple[NvrtcKernel, ...]
 
 
 @dataclass(frozen=True)
@@ -122,12 +131,11 @@ class NvrtcJob:
 class NvrtcAnswer:
     """What is known of a variant beyond its PTX; see ``NvrtcProgram``."""
 
-    entry: str
-    dynamic_smem: str
+    kernels: list[NvrtcKernel]
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
 
     @staticmethod
     def load(path: Path) -> NvrtcAnswer:
-        return NvrtcAnswer(**json.loads(path.read_text()))
+        return NvrtcAnswer([NvrtcKernel(*kernel) for kernel in json.loads(path.read_text())["kernels"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -11,7 +12,7 @@ from kernseal.export import assemble, host
 from kernseal.export.git import Revision
 from kernseal.export.spec import Target
 from kernseal.loader import canonical
-from kernseal.loader.statement import BUILD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE
+from kernseal.loader.statement import BUILD_TYPE, MORE_KERNELS, PREDICATE_TYPE, STATEMENT_TYPE
 
 BUILDER = "https://kernseal.dev/builder/v1"
 
@@ -19,24 +20,26 @@ BUILDER = "https://kernseal.dev/builder/v1"
 def kernel_record(
     record: VariantRecord, code_sha256: str, inputs: Mapping[str, str], rules: Mapping[str, int]
 ) -> dict[str, Any]:
-    """One variant as the statement has it."""
-    return {
+    """One variant as the statement has it; its first kernel in the record itself, the others in a list beside it."""
+    main, *others = record.kernels
+    made = {
         "op": record.op,
         "variant": record.variant,
         "class": record.class_name,
         "axes": dict(record.axes),
-        "entry": record.entry,
+        "entry": main.entry,
         "file": record.file,
         "bytes": record.size,
-        "registers": record.registers,
-        "spill_bytes": record.spill_bytes,
-        "static_smem": record.static_smem,
-        "dynamic_smem": record.dynamic_smem,
+        "registers": main.registers,
+        "spill_bytes": main.spill_bytes,
+        "static_smem": main.static_smem,
+        "dynamic_smem": main.dynamic_smem,
         "code_sha256": code_sha256,
         "evidence": record.evidence,
         "inputs": dict(inputs),
         "ptx_rules": dict(rules),
     }
+    return {**made, MORE_KERNELS: [asdict(kernel) for kernel in others]} if others else made
 
 
 def statement(

@@ -91,7 +91,7 @@ def compile_variant(job: NvrtcJob) -> None:
     ptx = Nvrtc(job.library).ptx(source.name, source.read_bytes(), headers(job), options(program, job.arch))
     out = Path(job.out)
     (out / "raw.ptx").write_bytes(ptx)
-    NvrtcAnswer(program.entry, program.dynamic_smem).save(out / "answer.json")
+    NvrtcAnswer(list(program.kernels)).save(out / "answer.json")
 
 
 if __name__ == "__main__":

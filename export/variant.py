@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kernseal.abi.library import KernelRecord
 from kernseal.export import assemble, elf, files, front_end, limits, paths, ptx
-from kernseal.export.front_end import Tools
+from kernseal.export.assemble import Assembled
+from kernseal.export.front_end import Compiled, Tools
 from kernseal.export.inputs import VariantInputs
 from kernseal.export.ptx import PtxRule
 from kernseal.export.spec import Op, Target, Variant
@@ -26,18 +28,15 @@ class Built:
     Attributes:
         folder: holds ``raw.ptx`` (as compiled), ``kernel.ptx`` (as assembled), ``kernel.cubin`` and, where the front
             end makes host code, ``host.o``.
+        kernels: of the image, in the order of the front end.
         host_function: name of the host entry, or None where there is no ``host.o``.
         sha256: of each of these.
         rules: PTX rule to replacements made.
     """
 
     folder: Path
-    entry: str
+    kernels: tuple[KernelRecord, ...]
     host_function: str | None
-    registers: int
-    spill_bytes: int
-    static_smem: int
-    dynamic_smem: int
     code_sha256: str
     sha256: Mapping[str, str]
     rules: Mapping[str, int]
@@ -51,7 +50,8 @@ def cached(key: str) -> Built | None:
     folder = _folder(key)
     try:
         record = json.loads((folder / "record.json").read_text())
-        built = Built(folder=folder, **record)
+        kernels = tuple(KernelRecord(**kernel) for kernel in record.pop("kernels"))
+        built = Built(folder=folder, kernels=kernels, **record)
         for name, digest in built.sha256.items():
             if files.sha256_file(folder / name) != digest:
                 return None
@@ -85,31 +85,20 @@ def build(
         patched, counts = ptx.apply(raw.decode(), rules, variant, target)
         assembled = assemble.assemble(tools.ptxas, target.arch, patched.encode(), work)
         program = elf.read(assembled.cubin)
-        if compiled.entry not in program.entries:
-            raise BuildFailed(f"{variant.key}: entry {compiled.entry} is not in the cubin")
         if patched.encode() == raw and (work / "dsl.cubin").is_file():
             _same_code(variant, program, elf.read((work / "dsl.cubin").read_bytes()))
-        dynamic_smem = _dynamic_smem(compiled.dynamic_smem, assembled.cubin)
-        limits.check(
-            f"{variant.key} for {target.name}",
-            target.arch,
-            patched,
-            assembled.static_smem,
-            dynamic_smem,
-        )
+        kernels = _kernels(variant, compiled, assembled, program)
+        for kernel in kernels:
+            label = f"{variant.key} for {target.name}"
+            limits.check(label, target.arch, patched, kernel.static_smem, kernel.dynamic_smem)
         contents = {"raw.ptx": raw, "kernel.ptx": patched.encode(), "kernel.cubin": assembled.cubin}
         if compiled.host_function is not None:
             contents["host.o"] = (work / "host.o").read_bytes()
             _check_host(variant, contents["host.o"])
-        entry = program.entries[compiled.entry]
         record = Built(
             folder=Path(),
-            entry=compiled.entry,
+            kernels=kernels,
             host_function=compiled.host_function,
-            registers=entry.registers,
-            spill_bytes=assembled.spill_bytes,
-            static_smem=assembled.static_smem,
-            dynamic_smem=dynamic_smem,
             code_sha256=program.code_sha256,
             sha256={name: files.sha256_bytes(data) for name, data in contents.items()},
             rules=counts,
@@ -132,9 +121,25 @@ def _work_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _dynamic_smem(given: int | str, cubin: bytes) -> int:
-    """Bytes, read from the program where the front end names a constant of it."""
-    return given if isinstance(given, int) else elf.constant_u32(cubin, given)
+def _kernels(
+    variant: Variant, compiled: Compiled, assembled: Assembled, program: elf.Cubin
+) -> tuple[KernelRecord, ...]:
+    """What is known of each kernel that is launched.
+
+    Raises:
+        BuildFailed: the image has others, or lacks one.
+    """
+    if set(compiled.kernels) != set(program.entries):
+        raise BuildFailed(
+            f"{variant.key}: the cubin has {sorted(program.entries)}; launched are {sorted(compiled.kernels)}"
+        )
+    made = []
+    for entry, smem in compiled.kernels.items():
+        said = assembled.reports[entry]
+        dynamic = smem if isinstance(smem, int) else elf.constant_u32(assembled.cubin, smem)
+        registers = program.entries[entry].registers
+        made.append(KernelRecord(entry, registers, said.spill_bytes, said.static_smem, dynamic))
+    return tuple(made)
 
 
 def _same_code(variant: Variant, ours: elf.Cubin, theirs: elf.Cubin) -> None:

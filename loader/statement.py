@@ -31,7 +31,10 @@ VERSION = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _PLAIN = re.compile(r"[ -~]{1,512}")
 _KERNEL = ("op", "variant", "class", "axes", "entry", "file", "code_sha256", "evidence")
-_COUNTS = ("registers", "spill_bytes", "static_smem", "dynamic_smem", "bytes")
+_KERNEL_COUNTS = ("registers", "spill_bytes", "static_smem", "dynamic_smem")
+_COUNTS = (*_KERNEL_COUNTS, "bytes")
+MORE_KERNELS = "more_kernels"
+"""Field of a variant with more than one kernel in its image: entry and counts of those after the first."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,8 @@ def _kernels(field: Cursor, subjects: Mapping[str, str]) -> tuple[Kernel, ...]:
         entry["axes"].entries()
         for count in _COUNTS:
             entry[count].integer(0, 2**48)
+        if MORE_KERNELS in item.entries():
+            _check_more(item.entries()[MORE_KERNELS])
         kernel = Kernel(
             op=entry["op"].text(_PLAIN, "a name"),
             variant=entry["variant"].text(_PLAIN, "a name"),
@@ -206,6 +211,14 @@ def _kernels(field: Cursor, subjects: Mapping[str, str]) -> tuple[Kernel, ...]:
         seen.add((kernel.op, kernel.variant))
         kernels.append(kernel)
     return tuple(kernels)
+
+
+def _check_more(field: Cursor) -> None:
+    for item in field.items():
+        entry = item.fields("entry", *_KERNEL_COUNTS)
+        entry["entry"].text(expected="the kernel's symbol")
+        for count in _KERNEL_COUNTS:
+            entry[count].integer(0, 2**48)
 
 
 def _check_dependencies(field: Cursor) -> None:

@@ -20,7 +20,7 @@ from unittest import mock
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from kernseal.abi.library import VariantRecord
+from kernseal.abi.library import KernelRecord, VariantRecord
 from kernseal.export import manifest
 from kernseal.export.git import Revision
 from kernseal.export.signing import SigningKey, find_key, sign
@@ -105,14 +105,10 @@ def statement(
             variant=variant,
             class_name="sm90",
             axes={"dtype": variant.split("_")[0], "checkpoints": False},
-            entry=f"kernel_{variant}",
+            kernels=(KernelRecord(f"kernel_{variant}", 168, 0, 1024, 200_000),),
             file=file,
             size=len(contents[file]),
             sha256=sha256(contents[file]),
-            registers=168,
-            spill_bytes=0,
-            static_smem=1024,
-            dynamic_smem=200_000,
             evidence="ran",
             host_prefix=variant,
             host_function="run",

@@ -89,15 +89,15 @@ KSEAL_API kseal_status kseal_variant_at(kseal_bundle *bundle, uint32_t index, ks
         .variant = v->name,
         .class_name = v->class_name,
         .axes = v->axes_text,
-        .entry = v->entry,
+        .entry = v->kernels[0].entry,
         .sm = kseal_library_sm,
         .file = v->file,
         .sha256 = v->sha256,
         .size = v->size,
-        .registers = v->registers,
-        .spill_bytes = v->spill_bytes,
-        .static_smem = v->static_smem,
-        .dynamic_smem = v->dynamic_smem,
+        .registers = v->kernels[0].registers,
+        .spill_bytes = v->kernels[0].spill_bytes,
+        .static_smem = v->kernels[0].static_smem,
+        .dynamic_smem = v->kernels[0].dynamic_smem,
     };
     return kseal_write_struct(info, KSEAL_VARIANT_INFO_MIN_SIZE, &ours, sizeof ours, "kseal_variant_info");
 }

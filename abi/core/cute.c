@@ -8,9 +8,10 @@
  * thread-local memory on a thread allocates: `failures` says whether there was any.
  */
 static _Thread_local struct {
-    const void *image;  /* what _cudaLibraryLoadData is to load, during kseal_cute_init */
-    CUkernel kernel;    /* what _cudaLibraryGetKernel found last */
-    const char *call;   /* the first driver call that failed, and its code */
+    const void *image;                   /* what _cudaLibraryLoadData is to load, during kseal_cute_init */
+    const struct kseal_variant *variant; /* whose kernels _cudaLibraryGetKernel looks up, */
+    CUkernel *kernels;                   /* and where they go, during kseal_cute_load */
+    const char *call;                    /* the first driver call that failed, and its code */
     CUresult code;
 } here;
 static atomic_uint failures;
@@ -51,18 +52,26 @@ kseal_status kseal_cute_init(const struct kseal_variant *variant, const void *im
     return status;
 }
 
-kseal_status kseal_cute_load(const struct kseal_variant *variant, CUlibrary library, int device, CUkernel *kernel) {
+/* Whether the object looked up every kernel that the variant is known to have. */
+static kseal_status check_kernels(const struct kseal_variant *variant, const CUkernel *kernels) {
+    for (uint32_t i = 0; i < variant->kernel_count; i++)
+        if (kernels[i] == NULL)
+            return kseal_fail(KSEAL_MALFORMED, "%s: the host object did not load %s", variant->name, variant->kernels[i].entry);
+    return KSEAL_OK;
+}
+
+kseal_status kseal_cute_load(const struct kseal_variant *variant, CUlibrary library, int device, CUkernel *kernels) {
     int result = 0;
     int32_t ordinal = device;
     CUlibrary *library_at = &library;
     void *args[] = {&library_at, &ordinal, &result};
     unsigned before = atomic_load(&failures);
-    here.kernel = NULL;
+    here.variant = variant;
+    here.kernels = kernels;
     variant->load(args);
+    here.variant = NULL;
     kseal_status status = finish(before, result);
-    if (status == KSEAL_OK)
-        *kernel = here.kernel;
-    return status;
+    return status == KSEAL_OK ? check_kernels(variant, kernels) : status;
 }
 
 kseal_status kseal_cute_call(const struct kseal_variant *variant, void **args, int32_t count) {
@@ -90,9 +99,12 @@ int _cudaLibraryLoadData(CUlibrary *library, const void *embedded, void *jit_opt
 
 int _cudaLibraryGetKernel(CUkernel *kernel, CUlibrary library, const char *name) {
     CUresult code = checked("cuLibraryGetKernel", kseal_driver.cuLibraryGetKernel(kernel, library, name));
-    if (code == 0)
-        here.kernel = *kernel;
-    return code;
+    if (code != 0 || here.variant == NULL)
+        return code;
+    for (uint32_t i = 0; i < here.variant->kernel_count; i++)
+        if (strcmp(here.variant->kernels[i].entry, name) == 0)
+            here.kernels[i] = *kernel;
+    return 0;
 }
 
 int _cudaGetDevice(int *device) { return checked("cuCtxGetDevice", kseal_driver.cuCtxGetDevice(device)); }

@@ -7,8 +7,8 @@
 /* Has the object load `image` (its own embedded copy is never used). On failure *library is unchanged or null. */
 kseal_status kseal_cute_init(const struct kseal_variant *variant, const void *image, CUlibrary *library);
 
-/* Has the object look up its kernel and set its attributes for `device`. */
-kseal_status kseal_cute_load(const struct kseal_variant *variant, CUlibrary library, int device, CUkernel *kernel);
+/* Has the object look up its kernels and set their attributes for `device`; `kernels` gets them in the variant's order. */
+kseal_status kseal_cute_load(const struct kseal_variant *variant, CUlibrary library, int device, CUkernel *kernels);
 
 /* Calls its host function; see kseal_handle_launch. */
 kseal_status kseal_cute_call(const struct kseal_variant *variant, void **args, int32_t count);

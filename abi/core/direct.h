@@ -7,7 +7,7 @@
 /* Has the driver load `image`. On failure *library is unchanged. */
 kseal_status kseal_direct_init(const void *image, CUlibrary *library);
 
-/* Looks up the variant's kernel and lets it have its dynamic shared memory on `device`. */
-kseal_status kseal_direct_load(const struct kseal_variant *variant, CUlibrary library, int device, CUkernel *kernel);
+/* Looks up the variant's kernels, in order, and lets each have its dynamic shared memory on `device`. */
+kseal_status kseal_direct_load(const struct kseal_variant *variant, CUlibrary library, int device, CUkernel *kernels);
 
 #endif

@@ -165,7 +165,7 @@ static kseal_status prepare(const kseal_bundle *bundle, const struct kseal_op *o
     if (status == KSEAL_OK)
         status = kseal_driver_refuse_capture(op->name, stream);
     if (status == KSEAL_OK)
-        status = kseal_variant_acquire(handle->variant, bundle->dirfd, handle->device, &handle->kernel);
+        status = kseal_variant_acquire(handle->variant, bundle->dirfd, handle->device, handle->kernels);
     if (status != KSEAL_OK)
         return status;
     status = remember_context(handle);
@@ -257,7 +257,7 @@ kseal_status kseal_handle_launch_kernel(const struct kseal_handle *handle, const
     CUlaunchConfig config = {
         .grid = {launch->grid[0], launch->grid[1], launch->grid[2]},
         .block = {launch->block[0], launch->block[1], launch->block[2]},
-        .dynamic_smem = handle->variant->dynamic_smem,
+        .dynamic_smem = handle->variant->kernels[launch->kernel].dynamic_smem,
         .stream = launch->stream,
         .attributes = &pdl,
         .attribute_count = 1,
@@ -267,7 +267,7 @@ kseal_status kseal_handle_launch_kernel(const struct kseal_handle *handle, const
     if (status != KSEAL_OK)
         return status;
     /* The driver takes a kernel where it takes a function. */
-    CUresult code = kseal_driver.cuLaunchKernelEx(&config, (CUfunction)(void *)handle->kernel, params, NULL);
+    CUresult code = kseal_driver.cuLaunchKernelEx(&config, (CUfunction)(void *)handle->kernels[launch->kernel], params, NULL);
     if (code != 0)
         status = kseal_driver_fail("cuLaunchKernelEx", code);
     leave_context(entered);

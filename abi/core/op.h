@@ -38,7 +38,7 @@ struct kseal_op {
 /* A prepared variant on one device. Does not change until it is released, so any thread may read it. */
 struct kseal_handle {
     const struct kseal_variant *variant;
-    CUkernel kernel;
+    CUkernel kernels[KSEAL_MAX_KERNELS];
     int device;
     CUcontext context; /* where it runs on a thread that has none: the one it was prepared in */
     bool retained;     /* context is the device's primary one and was retained for this handle */
@@ -63,6 +63,7 @@ kseal_status kseal_handle_launch(const struct kseal_handle *handle, void **args,
 struct kseal_launch {
     uint32_t grid[3];
     uint32_t block[3];
+    uint32_t kernel; /* of the variant's, 0 the first */
     bool pdl; /* may begin while the kernel before it on the stream is ending */
     CUstream stream;
 };
@@ -88,7 +89,7 @@ struct kseal_tiles {
 /* For launch code: makes the descriptor on the host. No context is needed, nothing is allocated. */
 kseal_status kseal_encode_tiles(const struct kseal_tiles *tiles, struct kseal_tensor_map *map);
 
-/* For launch code: launches the variant's kernel with its dynamic shared memory. `params` points to each parameter, in order. */
+/* For launch code: launches a kernel of the variant with its dynamic shared memory. `params` points to each parameter, in order. */
 kseal_status kseal_handle_launch_kernel(const struct kseal_handle *handle, const struct kseal_launch *launch, void **params);
 
 #endif

@@ -1,6 +1,7 @@
 """How XQA decode is compiled: the macros of upstream's ``mha.cu`` and ``mha_sm90.cu``.
 
-Upstream's JIT (``flashinfer.jit.xqa``) sets the same macros and otherwise nvcc's defaults: no fast math.
+Upstream's JIT (``flashinfer.jit.xqa.gen_xqa_module``) sets the same macros, and fast math, which is not set here:
+exponentials and divisions are those of ordinary float32.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kernseal.export.job import NvrtcProgram
+from kernseal.export.job import NvrtcKernel, NvrtcProgram
 
 CACHE_ELEMENT = {"i8": 1, "e4m3": 2, "nvfp4": 3}
 """``CACHE_ELEM_ENUM``; 0 is the element type of q."""
@@ -57,6 +58,5 @@ def _program(macros: Mapping[str, str | int], cls: Mapping[str, Any]) -> NvrtcPr
     return NvrtcProgram(
         macros=macros,
         options=("--std=c++17", "--device-as-default-execution-space"),
-        entry=cls["name"],
-        dynamic_smem="smemSize",
+        kernels=(NvrtcKernel(cls["name"], dynamic_smem="smemSize"),),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kernseal.export.job import NvrtcProgram
+from kernseal.export.job import NvrtcKernel, NvrtcProgram
 
 FIXED = {
     "GENERATE_CUBIN": 1,
@@ -31,6 +31,5 @@ def mla(axes: Mapping[str, Any], cls: Mapping[str, Any]) -> NvrtcProgram:
     return NvrtcProgram(
         macros={**FIXED, **ELEMENT[axes["dtype"]], "TOKENS_PER_PAGE": axes["page_size"]},
         options=("--std=c++17", "--device-as-default-execution-space"),
-        entry=cls["name"],
-        dynamic_smem="smemSize",
+        kernels=(NvrtcKernel(cls["name"], dynamic_smem="smemSize"),),
     )

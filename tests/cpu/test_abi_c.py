@@ -14,7 +14,7 @@ import pytest
 from cpu.fake_driver.native import STRICT, ZIG, build_fake_driver, compile_c, compiler
 
 from kernseal.abi import library
-from kernseal.abi.library import VariantRecord
+from kernseal.abi.library import KernelRecord, VariantRecord
 
 C = Path(__file__).resolve().parent / "c"
 DRIVER = Path(__file__).resolve().parent / "fake_driver"
@@ -40,9 +40,13 @@ VARIANTS: dict[str, tuple[str, dict[str, str | bool]]] = {
 }
 
 
+STUB = KernelRecord("stub", 128, 8, 16, 1000)
+SECOND = KernelRecord("second", 32, 0, 0, 0)
+
+
 def records() -> list[VariantRecord]:
     """A library of stubs; fixture.h writes the images whose hashes these are."""
-    base = VariantRecord("gdn_prefill", "", "", {}, "stub", "", 0, "", 128, 8, 16, 1000, "glue", "", "f")
+    base = VariantRecord("gdn_prefill", "", "", {}, (STUB,), "", 0, "", "glue", "", "f")
     made = []
     for name, (class_name, changes) in VARIANTS.items():
         image = f"image of {name}, long enough to read".encode()
@@ -56,6 +60,7 @@ def records() -> list[VariantRecord]:
                 size=len(image),
                 sha256=hashlib.sha256(image).hexdigest(),
                 host_prefix=name,
+                kernels=(STUB, SECOND) if name == "pooled_ckpt" else (STUB,),
             )
         )
     return made

@@ -13,7 +13,7 @@ from pathlib import Path
 import cffi
 import pytest
 from cpu.fake_driver.native import ZIG, build_fake_driver, compile_c
-from cpu.test_abi_c import DRIVER, STRICT, C, records, run_test
+from cpu.test_abi_c import DRIVER, STRICT, STUB, C, records, run_test
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 from hypothesis import given
@@ -103,7 +103,7 @@ def record(**changes: object) -> VariantRecord:
         ({"axes": {"dtype": "bf16"}}, "axes"),
         ({"axes": {**records()[0].axes, "dtype": "f8"}}, "f8"),
         ({"sha256": "ABC"}, "sha256 'ABC' is not 64 lowercase hex digits"),
-        ({"entry": 'x"; system("'}, "entry"),
+        ({"kernels": (replace(STUB, entry='x"; system("'),)}, "kernels.0.entry"),
         ({"file": "a\\b"}, "file"),
         ({"variant": "new\nline"}, "variant"),
         ({"host_prefix": "a b"}, "host_prefix 'a b' is not a symbol"),

@@ -12,7 +12,7 @@ from cpu.fake_driver.xqa import axes_of, op
 
 from kernseal.export import elf, front_end, nvrtc_worker, patch, paths, source, spec, toolchain
 from kernseal.export.front_end import Tools
-from kernseal.export.job import NvrtcJob, NvrtcProgram
+from kernseal.export.job import NvrtcJob, NvrtcKernel, NvrtcProgram
 from kernseal.loader.errors import BuildFailed, Malformed, ToolchainInvalid
 
 SMALL = axes_of(head_dim=64, group_size=4)
@@ -53,7 +53,7 @@ def tools() -> Tools:
 
 
 def test_options_are_in_an_order_of_their_own() -> None:
-    program = NvrtcProgram({"B": 2, "A": "x"}, ("--std=c++17",), "kernel", "smem")
+    program = NvrtcProgram({"B": 2, "A": "x"}, ("--std=c++17",), (NvrtcKernel("kernel", "smem"),))
     assert nvrtc_worker.options(program, "sm_120a") == [
         "--gpu-architecture=compute_120a",
         "--std=c++17",
@@ -144,11 +144,7 @@ def test_two_compiles_in_two_places_give_the_same_bytes(tree: Path, tools: Tools
         finally:
             for key, value in before.items():
                 os.environ.pop(key) if value is None else os.environ.update({key: value})
-        assert (compiled.entry, compiled.host_function, compiled.dynamic_smem) == (
-            "kernel_mha",
-            None,
-            "smemSize",
-        )
+        assert (compiled.kernels, compiled.host_function) == ({"kernel_mha": "smemSize"}, None)
         made.append((work / "raw.ptx").read_bytes())
     assert made[0] == made[1]
     assert b".target sm_90a" in made[0]

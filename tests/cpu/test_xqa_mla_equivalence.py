@@ -50,7 +50,9 @@ def built(target: spec.Target, axes: dict[str, Any]) -> Built:
 
 def prepared(made: Built, axes: dict[str, Any], folder: Path) -> tuple[Kernseal, Any]:
     image = made.read("kernel.cubin")
-    path = build_library("sm_90a", None, [(record(axes, image, made.dynamic_smem), None, image)], folder)
+    path = build_library(
+        "sm_90a", None, [(record(axes, image, made.kernels[0].dynamic_smem), None, image)], folder
+    )
     library = Kernseal(path)
     return library, library.prepare(OP, axes)
 
@@ -84,8 +86,9 @@ def test_launches_are_upstreams(gpu: FakeGpu, tmp_path: Path, name: str) -> None
     image = made.read("kernel.cubin")
     entry = elf.read(image).entries["kernel_mha"]
     assert [param.size for param in entry.params] == PARAM_SIZES
-    assert made.dynamic_smem == theirs.smem
-    assert entry.frame + made.spill_bytes <= theirs.local_bytes
+    (kernel,) = made.kernels
+    assert kernel.dynamic_smem == theirs.smem
+    assert entry.frame + kernel.spill_bytes <= theirs.local_bytes
     library, handle = prepared(made, axes, tmp_path / "ours")
     rng = random.Random(name)
     differ: list[Call] = []

@@ -2,6 +2,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "stub_host.h"
 
@@ -34,10 +35,12 @@ static int init(void **args) {
     return _cudaLibraryLoadData(*(void ***)args[0], embedded, NULL, NULL, 0, NULL, NULL, 0);
 }
 
-static int load(void **args, _Atomic(void *) *kernel) {
+static int load(void **args, _Atomic(void *) *kernel, const char *prefix) {
     void *library = **(void ***)args[0], *found = NULL;
     int device = *(int *)args[1], value = 0, current = 0;
     int code = _cudaLibraryGetKernel(&found, library, "stub");
+    if (code == 0 && strcmp(prefix, "pooled_ckpt") == 0 && stub_mode != STUB_LOAD_ONE)
+        code = _cudaLibraryGetKernel(&(void *){NULL}, library, "second");
     if (code == 0)
         code = _cudaDeviceGetAttribute(&value, 97, device);
     if (code == 0)
@@ -67,7 +70,7 @@ static int call(void **args, int32_t count, void *kernel) {
 #define HOST(prefix)                                                                                                       \
     static _Atomic(void *) kernel_##prefix;                                                                                \
     void _mlir_##prefix##_cuda_init(void **args) { *(int *)args[1] = init(args); }                                         \
-    void _mlir_##prefix##_cuda_load_to_device(void **args) { *(int *)args[2] = load(args, &kernel_##prefix); }             \
+    void _mlir_##prefix##_cuda_load_to_device(void **args) { *(int *)args[2] = load(args, &kernel_##prefix, #prefix); }    \
     void _mlir_##prefix##__mlir_ciface_f(void **args, int32_t count) {                                                     \
         *(int32_t *)args[count - 1] = call(args, count, atomic_load(&kernel_##prefix));                                    \
     }

@@ -6,6 +6,7 @@ extern enum stub_mode {
     STUB_LAUNCH,
     STUB_ENCODE,        /* encodes a tensor map first, checked as CuTe checks: by an assert that may not return */
     STUB_FAIL_QUIETLY,  /* returns 700 without any driver call */
+    STUB_LOAD_ONE,      /* looks up the first kernel only */
     STUB_IGNORE_LAUNCH, /* returns 0 whatever the launch said */
 } stub_mode;
 

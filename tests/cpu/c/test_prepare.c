@@ -266,6 +266,18 @@ TEST(the_image_that_loads_is_the_bundles_and_not_the_embedded_one) {
     kseal_close(bundle);
 }
 
+TEST(every_kernel_of_a_variant_is_put_into_the_context) {
+    bundle = open_bundle();
+    handle = prepare(bundle, "pooled_ckpt");
+    CHECK(logged("cuKernelGetFunction") == 2);
+    CHECK(strstr(fake_log(), "\"cuKernelGetFunction\", \"kernel\": \"stub\"") != NULL);
+    CHECK(strstr(fake_log(), "\"cuKernelGetFunction\", \"kernel\": \"second\"") != NULL);
+    CHECK(kseal_gdn_prefill_release(handle) == KSEAL_OK);
+    kseal_close(bundle);
+}
+PREPARE_REFUSED(host_object_that_leaves_a_kernel_out, "pooled_ckpt", KSEAL_MALFORMED, stub_mode = STUB_LOAD_ONE, "pooled_ckpt",
+                "did not load second")
+
 /* ---- sharing ---- */
 
 TEST(the_same_variant_twice_is_loaded_once_and_unloaded_last) {

@@ -15,7 +15,7 @@ void fake_fail(const char *call, int code, int after);
 void fake_set_device(int count, int major, int minor, int sms);
 void fake_set_current(int device);
 void fake_set_capturing(int status);
-void fake_set_params(uint32_t count, const uint32_t *sizes);
+void fake_set_params(const char *kernel, uint32_t count, const uint32_t *sizes);
 void fake_call_over(int byte, void *function, void **args, int32_t count);
 """
 
@@ -46,9 +46,9 @@ class FakeGpu:
         """Let ``call`` fail with ``code``, after it has worked ``after`` times."""
         self.c.fake_fail(call.encode(), code, after)
 
-    def params(self, sizes: list[int]) -> None:
-        """Sizes of the parameters of the kernel that is launched next."""
-        self.c.fake_set_params(len(sizes), sizes)
+    def params(self, sizes: list[int], kernel: str = "") -> None:
+        """Sizes of the parameters of ``kernel``, or of every one that no other call names."""
+        self.c.fake_set_params(kernel.encode(), len(sizes), sizes)
 
     def call_over(self, byte: int, function: Any, args: Any) -> None:
         """Call a CuTe host function over a stack filled with ``byte``."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
 
-from kernseal.abi.library import VariantRecord
+from kernseal.abi.library import KernelRecord, VariantRecord
 from kernseal.export import build, files, patch, paths, source, spec, toolchain
 from kernseal.export.front_end import host_prefix
 from kernseal.export.job import CuteAnswer, CuteJob
@@ -66,23 +66,20 @@ class HostObject:
             variant=self.variant.id,
             class_name=self.variant.class_name,
             axes=dict(self.variant.axes),
-            entry=self.answer.entry,
+            kernels=tuple(KernelRecord(entry, 0, 0, 0, smem) for entry, smem in self.answer.kernels),
             file=f"cubin/{self.variant.op}/{self.variant.id}.cubin",
             size=len(self.cubin),
             sha256=hashlib.sha256(self.cubin).hexdigest(),
-            registers=0,
-            spill_bytes=0,
-            static_smem=0,
-            dynamic_smem=self.answer.dynamic_smem,
             evidence="inspected",
             host_prefix=self.prefix,
             host_function=self.answer.host_function,
         )
 
-    def param_sizes(self) -> list[int]:
-        """Bytes of every kernel parameter, from the cubin."""
+    def param_sizes(self, kernel: int = 0) -> list[int]:
+        """Bytes of every parameter of one of its kernels, from the cubin."""
+        entry, _ = self.answer.kernels[kernel]
         with (self.folder / "dsl.cubin").open("rb") as file:
-            section = ELFFile(file).get_section_by_name(f".nv.info.{self.answer.entry}")
+            section = ELFFile(file).get_section_by_name(f".nv.info.{entry}")
             assert section is not None
             return parse_param_sizes(section.data())
 

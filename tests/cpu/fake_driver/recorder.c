@@ -22,7 +22,11 @@ static struct {
 } other_cc = {.device = -1};
 int fake_capturing;
 void *fake_capturing_stream;
-static uint32_t param_count, param_sizes[FAKE_MAX_PARAMS];
+/* Parameters of the kernel of that name; of every other in the first, whose name is empty. */
+static struct params {
+    char name[512];
+    uint32_t count, sizes[FAKE_MAX_PARAMS];
+} params_of[FAKE_MAX_KERNELS];
 /* A context that this thread pushed; -1 for none, when the test's choice holds. */
 _Thread_local int fake_pushed = -1;
 
@@ -155,6 +159,13 @@ int fake_launch_graph(void *stream) {
     return 0;
 }
 
+static const struct params *find_params(const char *kernel) {
+    for (const struct params *its = params_of + 1; its < params_of + FAKE_MAX_KERNELS && its->name[0] != '\0'; its++)
+        if (strcmp(its->name, kernel) == 0)
+            return its;
+    return params_of;
+}
+
 int fake_launch(const struct fake_launch *launch, const struct fake_kernel *kernel, void **params) {
     pthread_mutex_lock(&mutex);
     size_t from = used;
@@ -172,9 +183,10 @@ int fake_launch(const struct fake_launch *launch, const struct fake_kernel *kern
         append("]");
     }
     append("], \"params\": [");
-    for (uint32_t i = 0; i < param_count; i++) {
+    const struct params *its = find_params(kernel->name);
+    for (uint32_t i = 0; i < its->count; i++) {
         append("%s", i == 0 ? "" : ", ");
-        append_hex(params[i], param_sizes[i]);
+        append_hex(params[i], its->sizes[i]);
     }
     append("]}\n");
     to_file(from);
@@ -286,7 +298,7 @@ void fake_reset(void) {
     current_device = 0;
     fake_capturing = 0;
     fake_capturing_stream = NULL;
-    param_count = 0;
+    memset(params_of, 0, sizeof params_of);
     pthread_mutex_unlock(&mutex);
 }
 
@@ -319,9 +331,14 @@ void fake_set_capturing(int status) { fake_capturing = status; }
 
 void fake_set_capturing_stream(void *stream) { fake_capturing_stream = stream; }
 
-void fake_set_params(uint32_t count, const uint32_t *sizes) {
-    param_count = count < FAKE_MAX_PARAMS ? count : FAKE_MAX_PARAMS;
-    memcpy(param_sizes, sizes, param_count * sizeof *sizes);
+void fake_set_params(const char *kernel, uint32_t count, const uint32_t *sizes) {
+    struct params *its = params_of;
+    if (kernel[0] != '\0')
+        while (++its < params_of + FAKE_MAX_KERNELS - 1 && its->name[0] != '\0' && strcmp(its->name, kernel) != 0)
+            ;
+    snprintf(its->name, sizeof its->name, "%s", kernel);
+    its->count = count < FAKE_MAX_PARAMS ? count : FAKE_MAX_PARAMS;
+    memcpy(its->sizes, sizes, its->count * sizeof *sizes);
 }
 
 __attribute__((noinline)) static void fill_stack(int byte) {

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #define FAKE_MAX_PARAMS 64
+#define FAKE_MAX_KERNELS 16
 
 struct fake_library {
     unsigned char head[16]; /* first bytes of the image that was loaded */
@@ -54,7 +55,7 @@ void fake_set_device_cc(int device, int major, int minor); /* of this one, after
 void fake_set_current(int device);
 void fake_set_capturing(int status); /* of every stream */
 void fake_set_capturing_stream(void *stream); /* of this one only */
-void fake_set_params(uint32_t count, const uint32_t *sizes);
+void fake_set_params(const char *kernel, uint32_t count, const uint32_t *sizes);
 /* Calls a host function over a stack filled with `byte`, so that what it passes on without having set it shows. */
 void fake_call_over(int byte, void (*function)(void **, int32_t), void **args, int32_t count);
 

@@ -12,7 +12,7 @@ from typing import Any
 from cpu.fake_driver.kernseal_library import Kernseal, build_library
 from cpu.fake_driver.native import ZIG
 
-from kernseal.abi.library import VariantRecord
+from kernseal.abi.library import KernelRecord, VariantRecord
 from kernseal.export import paths, spec
 from kernseal.export.spec import Target
 
@@ -58,14 +58,10 @@ def record(axes: Mapping[str, Any], sm: str, image: bytes, dynamic_smem: int = S
         variant=variant.id,
         class_name=variant.class_name,
         axes=dict(axes),
-        entry="kernel_mha",
+        kernels=(KernelRecord("kernel_mha", 0, 0, 0, dynamic_smem),),
         file=f"cubin/{variant.key}.cubin",
         size=len(image),
         sha256=hashlib.sha256(image).hexdigest(),
-        registers=0,
-        spill_bytes=0,
-        static_smem=0,
-        dynamic_smem=dynamic_smem,
         evidence="inspected",
         host_prefix=None,
         host_function=None,

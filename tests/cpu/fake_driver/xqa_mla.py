@@ -13,7 +13,7 @@ from cpu.fake_driver.kernseal_library import Kernseal, build_library
 from cpu.fake_driver.native import ZIG
 from cpu.fake_driver.xqa import address
 
-from kernseal.abi.library import VariantRecord
+from kernseal.abi.library import KernelRecord, VariantRecord
 from kernseal.export import paths, spec
 
 OP = "xqa_mla"
@@ -46,14 +46,10 @@ def record(axes: Mapping[str, Any], image: bytes, dynamic_smem: int = SMEM) -> V
         variant=name,
         class_name="mla_sm120",
         axes=dict(axes),
-        entry="kernel_mha",
+        kernels=(KernelRecord("kernel_mha", 0, 0, 0, dynamic_smem),),
         file=f"cubin/{OP}/{name}.cubin",
         size=len(image),
         sha256=hashlib.sha256(image).hexdigest(),
-        registers=0,
-        spill_bytes=0,
-        static_smem=0,
-        dynamic_smem=dynamic_smem,
         evidence="inspected",
         host_prefix=None,
         host_function=None,
