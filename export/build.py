@@ -32,6 +32,7 @@ from kernseal.export import (
     toolchain,
 )
 from kernseal.export import variant as variants
+from kernseal.export.compilers import Compilers
 from kernseal.export.front_end import Tools, host_prefix
 from kernseal.export.inputs import VariantInputs
 from kernseal.export.model import Model
@@ -183,15 +184,12 @@ def compile_all(made: Plan, options: Options, report: Reporter) -> dict[str, Bui
 
 
 def _compile(made: Plan, missing: Sequence[Planned], options: Options, report: Reporter) -> dict[str, Built]:
-    tools = Tools(
-        ptxas=toolchain.ptxas_path(),
-        dsl_runtime=toolchain.dsl_runtime_path(),
-        nvrtc=toolchain.nvrtc_path(),
-        cuda_headers=toolchain.cuda_headers(),
-    )
+    compilers = Compilers(cute=toolchain.dsl_runtime_path(), nvrtc=toolchain.nvrtc_path())
+    tools = Tools(toolchain.ptxas_path(), compilers, toolchain.cuda_headers())
     opened, _ = source.open_source(options.source, source.upstream(), report.note)
     built: dict[str, Built] = {}
     with (
+        compilers,
         tempfile.TemporaryDirectory(prefix="kernseal-source-") as name,
         ThreadPoolExecutor(options.jobs) as pool,
     ):

@@ -1,4 +1,4 @@
-"""Compiles one variant with CuTe DSL: ``python -m kernseal.export.cute_worker job.json``. No GPU is needed.
+"""Compiles one variant with CuTe DSL. No GPU is needed. See ``compile_server`` for the process it runs in.
 
 The host object is made from the same MLIR module that the DSL exports, with two changes: the cubin embedded in it is
 removed (the image that loads is the bundle's), and code is generated for the baseline of the host architecture, not for the
@@ -130,9 +130,15 @@ def host_object(compiled: Any, job: CuteJob, path: Path) -> None:
     engine.dump_object_file_pic(module, str(path), name, host_triple=triple, host_cpu=cpu, host_features="")
 
 
-def compile_variant(job: CuteJob) -> None:
-    ctypes.CDLL(job.runtime, mode=ctypes.RTLD_GLOBAL)
+def import_dsl(runtime: str) -> None:
+    """Import the pinned DSL with its runtime library loaded, so that host code can be compiled."""
+    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     bind_dsl()
+    importlib.import_module("cutlass.cute")
+
+
+def compile_variant(job: CuteJob) -> None:
+    import_dsl(job.runtime)
     isolate(job)
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir
@@ -161,7 +167,3 @@ def compile_variant(job: CuteJob) -> None:
     host_object(compiled, job, out / "host.o")
     answer = CuteAnswer(kernels, compiled.function_name, imported_files(job.tree))
     answer.save(out / "answer.json")
-
-
-if __name__ == "__main__":
-    compile_variant(CuteJob.load(Path(sys.argv[1])))

@@ -1,15 +1,13 @@
-"""Runs the compiler of a class: a worker process with a job in JSON, and files and an answer out."""
+"""Runs the compiler of a class: a job in JSON, and files and an answer out."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kernseal.export.compilers import Compilers
 from kernseal.export.job import CuteAnswer, CuteJob, NvrtcAnswer, NvrtcJob
-from kernseal.export.run import run
 from kernseal.export.spec import Op, Target, Variant
 from kernseal.loader.errors import BuildFailed
 
@@ -18,15 +16,15 @@ NAMES = {"cute": "CuTe DSL", "nvrtc": "NVRTC"}
 
 @dataclass(frozen=True)
 class Tools:
-    """Paths of the tools that a variant's build runs.
+    """What a variant's build runs.
 
     Attributes:
+        compilers: those of CuTe DSL and NVRTC.
         cuda_headers: of the pinned wheel, by the name that includes them.
     """
 
     ptxas: Path
-    dsl_runtime: Path
-    nvrtc: Path
+    compilers: Compilers = field(hash=False)
     cuda_headers: Mapping[str, Path] = field(hash=False)
 
 
@@ -74,10 +72,10 @@ def _cute(op: Op, variant: Variant, target: Target, tree: Path, tools: Tools, wo
         host=target.host,
         prefix=host_prefix(variant),
         host_only=op.data.get("host_only", {}),
-        runtime=str(tools.dsl_runtime),
+        runtime=str(tools.compilers.libraries["cute"]),
         out=str(work),
     ).save(work / "job.json")
-    _work("cute", variant, target, work)
+    _work("cute", variant, target, tools, work)
     answer = CuteAnswer.load(work / "answer.json")
     outside = [name for name in answer.modules if not (tree / name).is_file()]
     if outside:
@@ -94,41 +92,17 @@ def _nvrtc(op: Op, variant: Variant, target: Target, tree: Path, tools: Tools, w
         cls=op.data["classes"][variant.class_name],
         axes=dict(variant.axes),
         arch=target.arch,
-        library=str(tools.nvrtc),
+        library=str(tools.compilers.libraries["nvrtc"]),
         headers={name: str(path) for name, path in tools.cuda_headers.items()},
         out=str(work),
     ).save(work / "job.json")
-    _work("nvrtc", variant, target, work)
+    _work("nvrtc", variant, target, tools, work)
     answer = NvrtcAnswer.load(work / "answer.json")
     return Compiled(dict(answer.kernels), None)
 
 
-def _work(front_end: str, variant: Variant, target: Target, work: Path) -> None:
-    command = [sys.executable, "-m", f"kernseal.export.{front_end}_worker", str(work / "job.json")]
-    done = run(command, work, _environment(work))
-    if done.returncode:
-        words = (done.stderr or done.stdout).strip()[-3000:]
-        raise BuildFailed(f"{variant.key} for {target.name}: {NAMES[front_end]}: {words}")
-
-
-def _environment(work: Path) -> dict[str, str]:
-    """What the compiler sees of the caller's environment: nothing that could reach its output."""
-    kept = {
-        name: os.environ[name]
-        for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
-        if name in os.environ
-    }
-    home = {
-        "HOME": str(work),
-        "TMPDIR": str(work),
-        "CUTE_DSL_CACHE_DIR": str(work),
-        "XDG_CACHE_HOME": str(work),
-    }
-    fixed = {
-        "LANG": "C.UTF-8",
-        "LC_ALL": "C.UTF-8",
-        "TZ": "UTC",
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    return {**kept, **home, **fixed, "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
+def _work(front_end: str, variant: Variant, target: Target, tools: Tools, work: Path) -> None:
+    try:
+        tools.compilers.compile(front_end, work / "job.json")
+    except BuildFailed as error:
+        raise BuildFailed(f"{variant.key} for {target.name}: {NAMES[front_end]}: {error}") from None

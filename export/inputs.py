@@ -16,6 +16,8 @@ from kernseal.export.spec import Op, Target, Variant
 
 BUILDER_MODULES = (
     "assemble.py",
+    "compile_server.py",
+    "compilers.py",
     "elf.py",
     "front_end.py",
     "job.py",

@@ -1,4 +1,4 @@
-"""Compiles one variant with NVRTC: ``python -m kernseal.export.nvrtc_worker job.json``. No GPU, no host compiler.
+"""Compiles one variant with NVRTC. No GPU, no host compiler. See ``compile_server`` for the process it runs in.
 
 The program and the headers it includes are handed over in memory: the patched source set, and the CUDA headers of the pinned
 wheel. NVRTC gets no folder to search, so no path of this machine reaches it, and a header that is not pinned is not found
@@ -8,7 +8,6 @@ wheel. NVRTC gets no folder to search, so no path of this machine reaches it, an
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -92,10 +91,3 @@ def compile_variant(job: NvrtcJob) -> None:
     out = Path(job.out)
     (out / "raw.ptx").write_bytes(ptx)
     NvrtcAnswer(list(program.kernels)).save(out / "answer.json")
-
-
-if __name__ == "__main__":
-    try:
-        compile_variant(NvrtcJob.load(Path(sys.argv[1])))
-    except NvrtcError as error:
-        sys.exit(str(error))

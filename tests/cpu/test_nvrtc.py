@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from cpu.fake_driver.xqa import axes_of, op
 
 from kernseal.export import elf, front_end, nvrtc_worker, patch, paths, source, spec, toolchain
+from kernseal.export.compilers import Compilers
 from kernseal.export.front_end import Tools
 from kernseal.export.job import NvrtcJob, NvrtcKernel, NvrtcProgram
 from kernseal.loader.errors import BuildFailed, Malformed, ToolchainInvalid
@@ -45,11 +47,13 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tools() -> Tools:
+def tools() -> Iterator[Tools]:
     try:
-        return Tools(Path(), Path(), toolchain.nvrtc_path(), toolchain.cuda_headers())
+        library, headers = toolchain.nvrtc_path(), toolchain.cuda_headers()
     except ToolchainInvalid as error:
         pytest.skip(f"NVRTC is not installed as pinned: {error}")
+    with Compilers(nvrtc=library) as compilers:
+        yield Tools(Path(), compilers, headers)
 
 
 def test_options_are_in_an_order_of_their_own() -> None:
@@ -148,7 +152,7 @@ def test_two_compiles_in_two_places_give_the_same_bytes(tree: Path, tools: Tools
         made.append((work / "raw.ptx").read_bytes())
     assert made[0] == made[1]
     assert b".target sm_90a" in made[0]
-    for place in (str(tmp_path), str(tools.nvrtc.parent), str(paths.kernels())):
+    for place in (str(tmp_path), str(tools.compilers.libraries["nvrtc"].parent), str(paths.kernels())):
         assert place.encode() not in made[0]
 
 
