@@ -145,7 +145,9 @@ def compile_variant(job: CuteJob) -> None:
 
     upstream_class = getattr(importlib.import_module(job.cls["module"]), job.cls["name"])
     recipe = load_recipe(job.recipe)
-    kernel, args = getattr(recipe, job.cls["builder"])(upstream_class, job.axes, job.cls)
+    kernel, args = getattr(recipe, job.cls["builder"])(
+        upstream_class, job.axes, {**job.cls, "arch": job.arch}
+    )
     out = Path(job.out)
     dump = out / "dump"
     dump.mkdir()
