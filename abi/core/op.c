@@ -257,7 +257,7 @@ kseal_status kseal_handle_launch_kernel(const struct kseal_handle *handle, const
     CUlaunchConfig config = {
         .grid = {launch->grid[0], launch->grid[1], launch->grid[2]},
         .block = {launch->block[0], launch->block[1], launch->block[2]},
-        .dynamic_smem = handle->variant->kernels[launch->kernel].dynamic_smem,
+        .dynamic_smem = launch->smem != 0 ? launch->smem : handle->variant->kernels[launch->kernel].dynamic_smem,
         .stream = launch->stream,
         .attributes = &pdl,
         .attribute_count = 1,

@@ -64,6 +64,7 @@ struct kseal_launch {
     uint32_t grid[3];
     uint32_t block[3];
     uint32_t kernel; /* of the variant's, 0 the first */
+    uint32_t smem;   /* bytes of dynamic shared memory, no more than the kernel's; 0 for those */
     bool pdl; /* may begin while the kernel before it on the stream is ending */
     CUstream stream;
 };
@@ -89,7 +90,7 @@ struct kseal_tiles {
 /* For launch code: makes the descriptor on the host. No context is needed, nothing is allocated. */
 kseal_status kseal_encode_tiles(const struct kseal_tiles *tiles, struct kseal_tensor_map *map);
 
-/* For launch code: launches a kernel of the variant with its dynamic shared memory. `params` points to each parameter, in order. */
+/* For launch code: launches a kernel of the variant. `params` points to each parameter, in order. */
 kseal_status kseal_handle_launch_kernel(const struct kseal_handle *handle, const struct kseal_launch *launch, void **params);
 
 #endif
