@@ -54,18 +54,20 @@ def load(root: Path, names: Sequence[str]) -> list[SourcePatch]:
 
 
 def apply(tree: Mapping[str, bytes], patches: Sequence[SourcePatch]) -> dict[str, bytes]:
-    """The tree with every patch applied; context and line numbers must fit exactly.
+    """The tree with every patch applied; context and line numbers must fit exactly. A patch may add a file.
 
     Raises:
-        RuleFailed: a hunk does not fit, or its file is not in the tree; the message names patch, file and line.
+        RuleFailed: a hunk does not fit, its file is not in the tree, or one it adds is; the message names patch, file and
+            line.
     """
     result = dict(tree)
     for patch in patches:
         for part in PatchSet(patch.text):
             path = part.path
-            if path not in result:
-                raise RuleFailed(f"patches/{patch.name}: {path}: not in the source set")
-            result[path] = _apply_file(patch.name, path, result[path], part)
+            if part.is_added_file == (path in result):
+                problem = "already there" if part.is_added_file else "not in the source set"
+                raise RuleFailed(f"patches/{patch.name}: {path}: {problem}")
+            result[path] = _apply_file(patch.name, path, result.get(path, b""), part)
     return result
 
 

@@ -34,6 +34,20 @@ def test_a_patch_for_a_file_outside_the_source_set_fails() -> None:
         patch.apply({"b.py": b""}, [SourcePatch("p", HEADER + DIFF)])
 
 
+ADDED = (
+    "diff --git a/b/c b/b/c\nnew file mode 100644\n--- /dev/null\n+++ b/b/c\n@@ -0,0 +1,2 @@\n+one\n+two\n"
+)
+
+
+def test_a_patch_adds_a_file() -> None:
+    assert patch.apply(TREE, [SourcePatch("p", HEADER + ADDED)]) == {**TREE, "b/c": b"one\ntwo\n"}
+
+
+def test_a_patch_that_adds_a_file_which_is_there_fails() -> None:
+    with pytest.raises(RuleFailed, match=r"patches/p: b/c: already there"):
+        patch.apply({"b/c": b"one\ntwo\n"}, [SourcePatch("p", HEADER + ADDED)])
+
+
 def test_a_patch_without_a_reason_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.patch").write_text("Subject: s\nUpstream: u\n\n" + DIFF)
     with pytest.raises(RuleFailed, match="header lacks Reason, Remove-when"):
