@@ -8,6 +8,8 @@ wheel. NVRTC gets no folder to search, so no path of this machine reaches it, an
 from __future__ import annotations
 
 import ctypes
+import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -67,21 +69,35 @@ def options(program: NvrtcProgram, arch: str) -> list[str]:
     return [f"--gpu-architecture={arch.replace('sm_', 'compute_')}", *program.options, *macros]
 
 
+INCLUDE = re.compile(rb'^([ \t]*#[ \t]*include[ \t]*)"([^"\n]+)"', re.MULTILINE)
+
+
 def headers(job: NvrtcJob) -> dict[str, bytes]:
-    """What may be included: files beside the program, by their name there, and CUDA's.
+    """What may be included: files beside and below the program, by their name there, and CUDA's.
+
+    NVRTC looks for a name as it is written, not beside the file that includes it, so such names are written out.
 
     Raises:
         ValueError: a file of the source set has the name of a CUDA header.
     """
     source = Path(job.tree) / job.cls["module"]
-    found = {name: Path(path).read_bytes() for name, path in job.headers.items()}
-    for path in sorted(source.parent.rglob("*")):
-        name = path.relative_to(source.parent).as_posix()
-        if path.is_file() and path != source:
-            if name in found:
-                raise ValueError(f"{name}: both a file of the source set and a CUDA header")
-            found[name] = path.read_bytes()
-    return found
+    cuda = {name: Path(path).read_bytes() for name, path in job.headers.items()}
+    paths = [path for path in sorted(source.parent.rglob("*")) if path.is_file() and path != source]
+    ours = {path.relative_to(source.parent).as_posix(): path.read_bytes() for path in paths}
+    for name in ours:
+        if name in cuda:
+            raise ValueError(f"{name}: both a file of the source set and a CUDA header")
+    return cuda | {name: _written_out(name, text, ours) for name, text in ours.items()}
+
+
+def _written_out(name: str, text: bytes, ours: Mapping[str, bytes]) -> bytes:
+    """``text`` with the includes of files relative to it by their name from the program's folder."""
+
+    def full(match: re.Match[bytes]) -> bytes:
+        wanted = posixpath.normpath(posixpath.join(posixpath.dirname(name), match[2].decode()))
+        return match[1] + b'"' + wanted.encode() + b'"' if wanted in ours else match[0]
+
+    return INCLUDE.sub(full, text)
 
 
 def compile_variant(job: NvrtcJob) -> None:

@@ -85,6 +85,25 @@ def test_a_name_that_is_in_both_places_is_refused(tree: Path) -> None:
         nvrtc_worker.headers(job(tree, headers={"utils.h": str(tree / "flashinfer/data/csrc/xqa/utils.h")}))
 
 
+def test_an_include_that_is_relative_to_its_file_is_written_out(tmp_path: Path) -> None:
+    """NVRTC knows headers by the name in the include alone."""
+    files = {
+        "top.cu": b"",
+        "a/b/x.h": b'#include "../y.h"\n # include "z.h"\n#include <z.h>\n#include "elsewhere.h"\nint i; // "z.h"\n',
+        "a/b/z.h": b"",
+        "a/y.h": b'#include "b/z.h"\n#include "a/y.h"\n',
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(text)
+    found = nvrtc_worker.headers(job(tmp_path, cls={"module": "top.cu"}))
+    assert set(found) == set(files) - {"top.cu"}
+    assert found["a/b/x.h"] == (
+        b'#include "a/y.h"\n # include "a/b/z.h"\n#include <z.h>\n#include "elsewhere.h"\nint i; // "z.h"\n'
+    )
+    assert found["a/y.h"] == b'#include "a/b/z.h"\n#include "a/y.h"\n'
+
+
 CHANGED = {
     "dtype": ("f16", {"INPUT_FP16"}),
     "kv_dtype": ("e4m3", {"CACHE_ELEM_ENUM"}),
