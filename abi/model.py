@@ -154,9 +154,15 @@ class Op:
         """What a caller allocates for a run: each has a function that says how large."""
         return tuple(
             what
-            for what in ("workspace", "semaphores")
+            for what in ("workspace", "semaphores", "plan")
             if what == "workspace" or self.args.has(f"{what}_bytes")
         )
+
+    @property
+    def byte_counts(self) -> tuple[tuple[str, str], ...]:
+        """The functions that take args and give a number of bytes, each with the name of what the op writes for it."""
+        sizes = tuple((f"{what}_size", what) for what in self.scratch)
+        return (*sizes, ("plan", "make_plan")) if "plan" in self.scratch else sizes
 
     @property
     def class_keys(self) -> tuple[str, ...]:

@@ -76,7 +76,10 @@ class Binder:
         for name, view in views.items():
             _, where, dtype, shape, strides = view
             expected = self._operands[name]
-            if where != device and where != UNKNOWN:
+            if expected.host:
+                if where != HOST:
+                    raise _wrong_device(name, where, HOST)
+            elif where != device and where != UNKNOWN:
                 if device is not None or where == HOST:
                     raise _wrong_device(name, where, device)
                 device = where
@@ -98,7 +101,7 @@ class Binder:
 class _Expected:
     """An operand under a given config."""
 
-    __slots__ = ("dtype", "dtypes", "name", "shape", "sizes", "stride", "strides")
+    __slots__ = ("dtype", "dtypes", "host", "name", "shape", "sizes", "stride", "strides")
 
     def __init__(self, name: str, operand: Operand, config: Mapping[str, Any]) -> None:
         self.name = name
@@ -107,6 +110,7 @@ class _Expected:
         self.shape = operand.shape
         self.stride = operand.row_stride
         self.strides = operand.strides
+        self.host = operand.host
         getter = itemgetter(*operand.shape)
         self.sizes = getter if len(operand.shape) > 1 else lambda sizes: (getter(sizes),)
 
@@ -178,6 +182,8 @@ def _byte_count(name: str, view: View) -> int:
 
 
 def _wrong_device(name: str, device: int, wanted: int | None) -> KernsealError:
-    have = "the host" if device == HOST else f"cuda:{device}"
-    want = "a CUDA device" if wanted is None else f"cuda:{wanted}"
+    have, want = (
+        {HOST: "the host", UNKNOWN: "a CUDA device", None: "a CUDA device"}.get(where, f"cuda:{where}")
+        for where in (device, wanted)
+    )
     return InvalidArgument(f"{name}: is on {have}; expected {want}")

@@ -59,6 +59,8 @@ class Op:
         self._semaphores_size = getattr(c, f"kseal_{name}_semaphores_size", None)
         self._layout = layout = Layout(ffi, f"kseal_{name}_args")
         self._fields = itemgetter(*layout.names)
+        self._plan_size = getattr(c, f"kseal_{name}_plan_size", None)
+        self._plan = getattr(c, f"kseal_{name}_plan", None)
         self._binder = Binder(layout, spec, self.config)
 
     def run(self, **args: Any) -> None:
@@ -123,6 +125,24 @@ class Op:
     def semaphores_size(self, **args: Any) -> int:
         """Return the bytes of semaphores that ``run`` needs; see ``workspace_size``. 0 for an op that has none."""
         return 0 if self._semaphores_size is None else self._scratch_size(self._semaphores_size, args)
+
+    def plan_size(self, **args: Any) -> int:
+        """Return the bytes that a plan for these sizes may take; see ``workspace_size``. 0 for an op that plans nothing."""
+        return 0 if self._plan_size is None else self._scratch_size(self._plan_size, args)
+
+    def plan(self, **args: Any) -> int:
+        """Plan a run with these arguments on the host; takes what ``run`` takes.
+
+        Returns the bytes of the plan that are to be copied to the device before ``run``, in the order of its stream.
+
+        Raises:
+            Unsupported: this op plans nothing.
+            InvalidArgument: as ``run``; fields that are left out count as 0.
+            KernsealError: what the C library says; see ``kseal_<op>_plan``.
+        """
+        if self._plan is None:
+            raise Unsupported(f"op {self.name!r}: plans nothing")
+        return self._scratch_size(self._plan, args)
 
     def _scratch_size(self, function: Any, args: Mapping[str, Any]) -> int:
         handle = self._handle

@@ -19,12 +19,14 @@ class Operand:
         row_stride: args field for the distance between rows, or None where rows must be dense.
         strides: instead, the args fields for the distances of every dimension but the last, which is dense. Operands that
             share them must agree.
+        host: it is memory of the host, not of the device.
     """
 
     dtype: str
     shape: tuple[str, ...]
     row_stride: str | None = None
     strides: tuple[str, ...] = ()
+    host: bool = False
 
 
 @dataclass(frozen=True)

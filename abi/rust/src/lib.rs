@@ -135,6 +135,10 @@ pub struct OpFunctions<O: Op + ?Sized> {
     pub workspace_size: unsafe extern "C" fn(*mut O::Raw, *const O::Args, *mut u64) -> sys::kseal_status,
     /// `kseal_<op>_semaphores_size`, or None for an op that takes no semaphores.
     pub semaphores_size: Option<unsafe extern "C" fn(*mut O::Raw, *const O::Args, *mut u64) -> sys::kseal_status>,
+    /// `kseal_<op>_plan_size`, or None for an op that plans nothing.
+    pub plan_size: Option<unsafe extern "C" fn(*mut O::Raw, *const O::Args, *mut u64) -> sys::kseal_status>,
+    /// `kseal_<op>_plan`, or None for an op that plans nothing.
+    pub plan: Option<unsafe extern "C" fn(*mut O::Raw, *const O::Args, *mut u64) -> sys::kseal_status>,
     /// `kseal_<op>_run`.
     pub run: unsafe extern "C" fn(*mut O::Raw, *const O::Args) -> sys::kseal_status,
     /// `kseal_<op>_release`.
@@ -320,6 +324,30 @@ impl<O: Op> Prepared<O> {
         if let Some(size) = self.functions.semaphores_size {
             // SAFETY: no pointer in `args` is looked at.
             self.library.check(unsafe { size(self.raw, args, &mut bytes) })?;
+        }
+        Ok(bytes)
+    }
+
+    /// Bytes that a plan for args of these sizes may take; 0 for an op that plans nothing.
+    pub fn plan_size(&self, args: &O::Args) -> Result<u64> {
+        let mut bytes = 0;
+        if let Some(size) = self.functions.plan_size {
+            // SAFETY: no pointer in `args` is looked at.
+            self.library.check(unsafe { size(self.raw, args, &mut bytes) })?;
+        }
+        Ok(bytes)
+    }
+
+    /// Plans a run with `args` on the host, and says how many bytes of the plan are to be copied to the device before it; 0
+    /// for an op that plans nothing.
+    ///
+    /// # Safety
+    /// What `args` names on the host must be memory of the documented shape, and the plan nobody else's during the call.
+    pub unsafe fn plan(&self, args: &O::Args) -> Result<u64> {
+        let mut bytes = 0;
+        if let Some(plan) = self.functions.plan {
+            // SAFETY: the caller's promise.
+            self.library.check(unsafe { plan(self.raw, args, &mut bytes) })?;
         }
         Ok(bytes)
     }

@@ -19,6 +19,7 @@ static_assert(std::is_nothrow_move_constructible_v<kernseal::Bundle> && std::is_
 static_assert(std::is_nothrow_move_constructible_v<Gdn> && std::is_move_assignable_v<Gdn>);
 static_assert(!std::is_constructible_v<Gdn, kernseal::Library, kseal_gdn_prefill *>);
 static_assert(!kernseal::GdnPrefill::has_semaphores && kernseal::XqaDecode::has_semaphores);
+static_assert(!kernseal::GdnPrefill::has_plan);
 static_assert(noexcept(std::declval<const Gdn &>().try_run(std::declval<const kseal_gdn_prefill_args &>())));
 
 namespace {
@@ -94,6 +95,7 @@ void a_handle_outlives_its_bundle_and_its_library_object() {
     kept.front().run(kernseal::GdnPrefill::args()); // no sequences
     CHECK(kept.front().workspace_size(kernseal::GdnPrefill::args()) == 132 * 128);
     CHECK(kept.front().semaphores_size(kernseal::GdnPrefill::args()) == 0);
+    CHECK(kept.front().plan_size(kernseal::GdnPrefill::args()) == 0);
 }
 
 void what_was_moved_from_or_released_refuses() {
