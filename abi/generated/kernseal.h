@@ -71,7 +71,8 @@ enum {
     KSEAL_DTYPE_I64 = 5, /* Signed 64-bit integer. */
     KSEAL_DTYPE_E4M3 = 6, /* 8-bit float, 4 exponent and 3 mantissa bits, no infinity (OCP FP8 E4M3). */
     KSEAL_DTYPE_I8 = 7, /* Signed 8-bit integer. */
-    KSEAL_DTYPE_NVFP4 = 8  /* 4-bit float E2M1, two to a byte (low half first), with one e4m3 scale for every 16 elements along the head. */
+    KSEAL_DTYPE_NVFP4 = 8, /* 4-bit float E2M1, two to a byte (low half first), with one e4m3 scale for every 16 elements along the head. */
+    KSEAL_DTYPE_FP4 = 12  /* 4-bit float E2M1, two to a byte (low half first), with one power of two (UE8M0) for every 32 elements along the head. */
 };
 
 /* Memory order of one recurrent state matrix. */

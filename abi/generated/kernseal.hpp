@@ -240,6 +240,7 @@ struct GdnPrefill {
 
     static constexpr const char *name = "gdn_prefill";
     static constexpr bool has_semaphores = false;
+    static constexpr bool has_plan = false;
     static constexpr auto prepare = &Api::kseal_gdn_prefill_prepare;
     static constexpr auto workspace_size = &Api::kseal_gdn_prefill_workspace_size;
     static constexpr auto run = &Api::kseal_gdn_prefill_run;
@@ -258,6 +259,7 @@ struct XqaDecode {
 
     static constexpr const char *name = "xqa_decode";
     static constexpr bool has_semaphores = true;
+    static constexpr bool has_plan = false;
     static constexpr auto prepare = &Api::kseal_xqa_decode_prepare;
     static constexpr auto workspace_size = &Api::kseal_xqa_decode_workspace_size;
     static constexpr auto semaphores_size = &Api::kseal_xqa_decode_semaphores_size;
@@ -277,6 +279,7 @@ struct XqaMla {
 
     static constexpr const char *name = "xqa_mla";
     static constexpr bool has_semaphores = false;
+    static constexpr bool has_plan = false;
     static constexpr auto prepare = &Api::kseal_xqa_mla_prepare;
     static constexpr auto workspace_size = &Api::kseal_xqa_mla_workspace_size;
     static constexpr auto run = &Api::kseal_xqa_mla_run;
@@ -419,6 +422,24 @@ template <class Op> class Prepared {
             library_.check((library_.api().*Op::semaphores_size)(handle_.get(), &args, &bytes));
         else
             static_cast<void>(args);
+        return bytes;
+    }
+
+    /// Bytes that a plan for args of these sizes may take; 0 for an op that plans nothing.
+    std::uint64_t plan_size(const typename Op::Args &args) const {
+        std::uint64_t bytes = 0;
+        if constexpr (Op::has_plan)
+            library_.check((library_.api().*Op::plan_size)(handle_.get(), &args, &bytes));
+        else
+            static_cast<void>(args);
+        return bytes;
+    }
+
+    /// Plans a run with `args` on the host, and says how many bytes of the plan are to be copied to the device before it.
+    std::uint64_t plan(const typename Op::Args &args) const {
+        static_assert(Op::has_plan, "this op plans nothing");
+        std::uint64_t bytes = 0;
+        library_.check((library_.api().*Op::plan)(handle_.get(), &args, &bytes));
         return bytes;
     }
 

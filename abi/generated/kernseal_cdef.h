@@ -38,6 +38,7 @@ typedef uint32_t kseal_dtype;
 #define KSEAL_DTYPE_E4M3 6
 #define KSEAL_DTYPE_I8 7
 #define KSEAL_DTYPE_NVFP4 8
+#define KSEAL_DTYPE_FP4 12
 typedef uint32_t kseal_state_layout;
 #define KSEAL_STATE_LAYOUT_HVK 1
 #define KSEAL_STATE_LAYOUT_HKV 2

@@ -85,6 +85,8 @@ pub const KSEAL_DTYPE_E4M3: kseal_dtype = 6;
 pub const KSEAL_DTYPE_I8: kseal_dtype = 7;
 /// 4-bit float E2M1, two to a byte (low half first), with one e4m3 scale for every 16 elements along the head.
 pub const KSEAL_DTYPE_NVFP4: kseal_dtype = 8;
+/// 4-bit float E2M1, two to a byte (low half first), with one power of two (UE8M0) for every 32 elements along the head.
+pub const KSEAL_DTYPE_FP4: kseal_dtype = 12;
 
 /// Memory order of one recurrent state matrix.
 pub type kseal_state_layout = u32;
@@ -863,6 +865,8 @@ impl crate::Op for GdnPrefill {
             prepare: api.kseal_gdn_prefill_prepare,
             workspace_size: api.kseal_gdn_prefill_workspace_size,
             semaphores_size: None,
+            plan_size: None,
+            plan: None,
             run: api.kseal_gdn_prefill_run,
             release: api.kseal_gdn_prefill_release,
         }
@@ -885,6 +889,8 @@ impl crate::Op for XqaDecode {
             prepare: api.kseal_xqa_decode_prepare,
             workspace_size: api.kseal_xqa_decode_workspace_size,
             semaphores_size: Some(api.kseal_xqa_decode_semaphores_size),
+            plan_size: None,
+            plan: None,
             run: api.kseal_xqa_decode_run,
             release: api.kseal_xqa_decode_release,
         }
@@ -907,6 +913,8 @@ impl crate::Op for XqaMla {
             prepare: api.kseal_xqa_mla_prepare,
             workspace_size: api.kseal_xqa_mla_workspace_size,
             semaphores_size: None,
+            plan_size: None,
+            plan: None,
             run: api.kseal_xqa_mla_run,
             release: api.kseal_xqa_mla_release,
         }
