@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -59,6 +58,7 @@ class Options:
         use_cache: False compiles every variant again.
         out: folder in which the bundle's folder is put.
         model: whose variants to build, instead of those of the profile.
+        scheduler: address of a dask.distributed cluster that compiles, instead of this machine.
     """
 
     profile: str = "default"
@@ -69,6 +69,7 @@ class Options:
     use_cache: bool = True
     out: Path = Path("dist")
     model: Model | None = None
+    scheduler: str | None = None
 
     @property
     def choice(self) -> str:
@@ -184,19 +185,27 @@ def compile_all(made: Plan, options: Options, report: Reporter) -> dict[str, Bui
 
 
 def _compile(made: Plan, missing: Sequence[Planned], options: Options, report: Reporter) -> dict[str, Built]:
+    opened, _ = source.open_source(options.source, source.upstream(), report.note)
+    with tempfile.TemporaryDirectory(prefix="kernseal-source-") as name:
+        trees = {}
+        for op in {item.op.name: item.op for item in missing}.values():
+            trees[op.name] = Path(name) / op.name
+            tree = patch.apply(source.read_set(opened, source.source_set(op.folder)), made.patches[op.name])
+            patch.write_tree(trees[op.name], tree)
+        if options.scheduler is None:
+            return _compile_here(made, missing, trees, options, report)
+        from kernseal.export import farm
+
+        return farm.compile_all(options.scheduler, made.target, missing, trees, report)
+
+
+def _compile_here(
+    made: Plan, missing: Sequence[Planned], trees: Mapping[str, Path], options: Options, report: Reporter
+) -> dict[str, Built]:
     compilers = Compilers(cute=toolchain.dsl_runtime_path(), nvrtc=toolchain.nvrtc_path())
     tools = Tools(toolchain.ptxas_path(), compilers, toolchain.cuda_headers())
-    opened, _ = source.open_source(options.source, source.upstream(), report.note)
     built: dict[str, Built] = {}
-    with (
-        compilers,
-        tempfile.TemporaryDirectory(prefix="kernseal-source-") as name,
-        ThreadPoolExecutor(options.jobs) as pool,
-    ):
-        trees = {
-            op.name: _lay_out(Path(name) / op.name, op, opened, made)
-            for op in {p.op.name: p.op for p in missing}.values()
-        }
+    with compilers, ThreadPoolExecutor(options.jobs) as pool:
         waiting = {
             pool.submit(
                 variants.build, p.op, p.variant, made.target, p.inputs, trees[p.op.name], made.rules, tools
@@ -214,16 +223,6 @@ def _compile(made: Plan, missing: Sequence[Planned], options: Options, report: R
             run.allow()
             raise
     return built
-
-
-def _lay_out(root: Path, op: Op, opened: source.Source, made: Plan) -> Path:
-    """The op's patched source set as a folder of its own."""
-    tree = patch.apply(source.read_set(opened, source.source_set(op.folder)), made.patches[op.name])
-    for name, data in tree.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    return root
 
 
 def records(made: Plan, built: Mapping[str, Built]) -> list[VariantRecord]:
@@ -437,9 +436,3 @@ def _result(
     target: Target, bundle: Path, fresh: bool, verified: VerifiedBundle, key: signing.SigningKey
 ) -> Result:
     return Result(target, bundle, fresh, verified.statement.document, verified.trusted_by, key.origin)
-
-
-def default_jobs() -> int:
-    """As many as there are processors for this process, and memory for at about 1.5 GB each."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(len(os.sched_getaffinity(0)), int(memory // 1_500_000_000)))

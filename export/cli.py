@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import click
 
-from kernseal.export import commands_build, commands_gate, commands_share, commands_trust, run
+from kernseal.export import commands_build, commands_cache, commands_gate, commands_share, commands_trust, run
 from kernseal.loader.errors import KernsealError
 
 EXIT_CODES = """\b
@@ -86,6 +86,7 @@ for _command in (
     commands_share.wheel,
     commands_share.push,
     commands_share.pull,
+    commands_cache.cache,
     commands_trust.doctor,
 ):
     main.add_command(_command)

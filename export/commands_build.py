@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kernseal.export import output, progress, spec
+from kernseal.export import machine, output, progress, spec
 from kernseal.loader.errors import InvalidArgument, Malformed
 from kernseal.loader.statement import MORE_KERNELS
 
@@ -91,6 +91,7 @@ def build(
     only: tuple[str, ...],
     jobs: int | None,
     source: Path | None,
+    scheduler: str | None,
     key: Path | None,
     out: Path,
     no_cache: bool,
@@ -104,6 +105,7 @@ def build(
       kernseal build --sm 120
       kernseal build --sm 90,120 --jobs 4 --key release.pem
       kernseal build --sm 120 --model config.json --set page_size=32
+      kernseal build --sm all --profile full --scheduler tcp://farm:8786
       kernseal build --sm 120 --retarget 90     (runs the SM120 source on Hopper, for validation)
     """
     from kernseal.export import build as building
@@ -113,7 +115,7 @@ def build(
     ops = spec.load_ops()
     named, model = output.choice(profile, config, settings, ops)
     options = building.Options(
-        named, only, jobs or building.default_jobs(), source, None, not no_cache, out, model
+        named, only, jobs or machine.default_jobs(), source, None, not no_cache, out, model, scheduler
     )
     report = progress.reporter(quiet or as_json)
     signer = signing.find_key(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import functools
 import hashlib
 import os
 import re
@@ -15,6 +16,9 @@ from pathlib import Path
 
 TRIES = 50
 """How often a folder's replacement is tried while others replace it, too."""
+
+FOREIGN_SECONDS = 24 * 3600
+"""Age at which another machine's unfinished folder counts as abandoned."""
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -51,9 +55,8 @@ def staged_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside ``target`` that becomes ``target`` when the block ends well, and goes when it does not."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target)
-    stage = Path(
-        tempfile.mkdtemp(prefix=f".{target.name}.{os.getpid()}.", suffix=".partial", dir=target.parent)
-    )
+    prefix = f".{target.name}.{_place()}-{os.getpid()}."
+    stage = Path(tempfile.mkdtemp(prefix=prefix, suffix=".partial", dir=target.parent))
     stage.chmod(0o755)
     try:
         yield stage
@@ -62,16 +65,37 @@ def staged_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
+@functools.cache
+def _place() -> str:
+    """Where a process's number is its own: this boot of this machine, this namespace. A folder may be shared with others."""
+    try:
+        here = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        here = os.uname().nodename
+    return sha256_bytes(here.encode())[:12]
+
+
 def _remove_abandoned(target: Path) -> None:
     """Remove what a killed build left beside ``target``; put back the old folder if the kill came between two renames."""
+    pattern = rf"\.{re.escape(target.name)}\.(old-)?([0-9a-f]{{12}})-(\d+)(\..*\.partial)?"
     for path in target.parent.glob(f".{target.name}.*"):
-        match = re.fullmatch(rf"\.{re.escape(target.name)}\.(old-)?(\d+)(\..*\.partial)?", path.name)
-        if match is None or not path.is_dir() or _alive(int(match.group(2))):
+        match = re.fullmatch(pattern, path.name)
+        if match is None or not path.is_dir() or _in_use(path, match.group(2), int(match.group(3))):
             continue
         if match.group(1) and not target.exists():
             with contextlib.suppress(OSError):
                 os.rename(path, target)
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _in_use(path: Path, place: str, pid: int) -> bool:
+    """Whether its process may still run; of another machine's it is only known that a day is long for one variant."""
+    if place == _place():
+        return _alive(pid)
+    try:
+        return time.time() - path.stat().st_mtime < FOREIGN_SECONDS
+    except OSError:
+        return True
 
 
 def _alive(pid: int) -> bool:
@@ -90,7 +114,7 @@ def replace_folder(stage: Path, target: Path) -> None:
     A kill in between leaves the old folder beside it, never a mixture. Others may do the same at the same time: who
     finds the folder moved under its hands tries again.
     """
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
+    old = target.with_name(f".{target.name}.old-{_place()}-{os.getpid()}")
     for attempt in range(TRIES):
         try:
             return _replace_once(stage, target, old)

@@ -87,12 +87,17 @@ def building(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--jobs",
             type=click.IntRange(1, 256),
-            help="Variants compiled at once; about 1.5 GB of memory each.",
+            help="Variants compiled at once, each with up to 1.5 GB of memory.  [default: what cores and memory allow]",
         ),
         click.option(
             "--source",
             type=click.Path(path_type=Path),
             help="FlashInfer wheel or checkout instead of the pinned wheel.",
+        ),
+        click.option(
+            "--scheduler",
+            metavar="ADDRESS",
+            help="Compile on this dask.distributed cluster, such as tcp://farm:8786. Needs kernseal[farm].",
         ),
         click.option("--no-cache", is_flag=True, help="Compile every variant again, cached or not."),
         click.option("--quiet", is_flag=True, help="No progress."),

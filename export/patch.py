@@ -53,6 +53,14 @@ def load(root: Path, names: Sequence[str]) -> list[SourcePatch]:
     return loaded
 
 
+def write_tree(root: Path, tree: Mapping[str, bytes]) -> None:
+    """Lay out a source set below ``root``."""
+    for name, data in tree.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
 def apply(tree: Mapping[str, bytes], patches: Sequence[SourcePatch]) -> dict[str, bytes]:
     """The tree with every patch applied; context and line numbers must fit exactly. A patch may add a file.
 

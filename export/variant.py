@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kernseal.abi.library import KernelRecord
-from kernseal.export import assemble, elf, files, front_end, limits, paths, ptx
+from kernseal.export import assemble, cache, elf, files, front_end, limits, ptx
 from kernseal.export.assemble import Assembled
 from kernseal.export.front_end import Compiled, Tools
 from kernseal.export.inputs import VariantInputs
@@ -47,7 +47,7 @@ class Built:
 
 def cached(key: str) -> Built | None:
     """The cache's entry for ``key`` if it is there and its files are the ones it was made with."""
-    folder = _folder(key)
+    folder = cache.folder_of(key)
     try:
         record = json.loads((folder / "record.json").read_text())
         kernels = tuple(KernelRecord(**kernel) for kernel in record.pop("kernels"))
@@ -57,11 +57,32 @@ def cached(key: str) -> Built | None:
                 return None
     except (FileNotFoundError, json.JSONDecodeError, TypeError, KeyError):
         return None
+    cache.note_use(folder)
     return built
 
 
-def _folder(key: str) -> Path:
-    return paths.cache() / "variants" / key[:2] / key
+def files_of(built: Built) -> dict[str, bytes]:
+    """Every file of the cache's entry."""
+    return {name: built.read(name) for name in ("record.json", *built.sha256)}
+
+
+def store(label: str, key: str, contents: Mapping[str, bytes]) -> Built:
+    """Put an entry that was made elsewhere into the cache.
+
+    Raises:
+        BuildFailed: its files are not the ones its record names.
+    """
+    with _entry(key) as stage:
+        for name, data in contents.items():
+            (stage / Path(name).name).write_bytes(data)
+    return _stored(label, key)
+
+
+def _stored(label: str, key: str) -> Built:
+    found = cached(key)
+    if found is None:
+        raise BuildFailed(f"{label}: the cache at {cache.folder_of(key)} does not hold what was just written")
+    return found
 
 
 def build(
@@ -79,7 +100,7 @@ def build(
         BuildFailed: a compiler failed, or what it made is not what the rest of the build relies on.
         RuleFailed: a PTX rule's count differs.
     """
-    with files.staged_folder(_folder(inputs.key)) as stage, _work_folder() as work:
+    with _entry(inputs.key) as stage, _work_folder() as work:
         compiled = front_end.compile_variant(op, variant, target, tree, tools, work)
         raw = (work / "raw.ptx").read_bytes()
         patched, counts = ptx.apply(raw.decode(), rules, variant, target)
@@ -107,12 +128,15 @@ def build(
             (stage / name).write_bytes(data)
         fields = {name: value for name, value in asdict(record).items() if name != "folder"}
         (stage / "record.json").write_text(json.dumps(fields, sort_keys=True))
-    found = cached(inputs.key)
-    if found is None:
-        raise BuildFailed(
-            f"{variant.key}: the cache at {_folder(inputs.key)} does not hold what was just written"
-        )
-    return found
+    return _stored(variant.key, inputs.key)
+
+
+@contextlib.contextmanager
+def _entry(key: str) -> Iterator[Path]:
+    folder = cache.folder_of(key)
+    cache.make_parent(folder)
+    with files.staged_folder(folder) as stage:
+        yield stage
 
 
 @contextlib.contextmanager

@@ -209,8 +209,8 @@ def test_a_kill_between_the_two_renames_is_put_right_by_the_next_build(tmp_path:
     target = tmp_path / "sm_90a-linux-x86_64"
     dead = subprocess.Popen(["true"])
     dead.wait()
-    old = tmp_path / f".{target.name}.old-{dead.pid}"
-    partial = tmp_path / f".{target.name}.{dead.pid}.x.partial"
+    old = tmp_path / f".{target.name}.old-{files._place()}-{dead.pid}"
+    partial = tmp_path / f".{target.name}.{files._place()}-{dead.pid}.x.partial"
     old.mkdir()
     (old / "whole").write_text("old bundle")
     partial.mkdir()
@@ -218,6 +218,20 @@ def test_a_kill_between_the_two_renames_is_put_right_by_the_next_build(tmp_path:
         assert (target / "whole").read_text() == "old bundle"
         raise RuntimeError("stop here")
     assert sorted(path.name for path in tmp_path.iterdir()) == [target.name]
+
+
+def test_what_another_machine_has_not_finished_is_left_to_it_for_a_day(tmp_path: Path) -> None:
+    """Its process numbers mean nothing here."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    young, old = (tmp_path / f".entry.{'0' * 12}-{dead.pid}.{name}.partial" for name in ("young", "old"))
+    for folder in (young, old):
+        folder.mkdir()
+    yesterday = time.time() - files.FOREIGN_SECONDS - 10
+    os.utime(old, (yesterday, yesterday))
+    with files.staged_folder(tmp_path / "entry"):
+        pass
+    assert young.exists() and not old.exists()
 
 
 def test_a_folder_with_the_same_files_is_left_to_its_readers(tmp_path: Path) -> None:
