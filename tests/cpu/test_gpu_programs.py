@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 GPU = Path(__file__).resolve().parents[1] / "gpu"
 LIBC = {"libc.so.6", "libdl.so.2", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-BUILT = {"c-gdn_prefill", "cpp-gdn_prefill", "cpp-xqa_decode", "stress", "devices"}
+BUILT = {"c-gdn_prefill", "cpp-gdn_prefill", "cpp-xqa_decode", "stress", "devices", "launch"}
 RUST = {"rust-gdn_prefill", "rust-xqa_decode"}
 
 
@@ -110,3 +111,14 @@ def test_a_handle_used_on_the_wrong_device_is_refused(
     done = subprocess.run(command, env=two, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "ok: two devices, each handle on its own, the same bits on both\n"
+
+
+def test_a_run_is_timed_beside_bare_launches_of_what_it_launches(
+    programs: Path, example_bundle: Path, fake_process: dict[str, str]
+) -> None:
+    command = [str(programs / "launch"), str(example_bundle), "2"]
+    done = subprocess.run(command, env=fake_process, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert [(row["op"], row["kernels"]) for row in found["rows"]] == [("gdn_prefill", 1), ("xqa_decode", 1)]
+    assert all(row["run_us"] > 0 and row["bare_us"] > 0 for row in found["rows"])

@@ -266,6 +266,30 @@ int cuStreamEndCapture(void *stream, void **graph) {
     return fake_end_capture(stream);
 }
 
+int cuGraphGetNodes(void *graph, struct fake_node **nodes, size_t *count) {
+    (void)graph;
+    return fake_graph_nodes(nodes, count);
+}
+
+struct node_params {
+    void *function;
+    uint32_t grid[3], block[3], smem;
+    void **params, **extra;
+    const struct fake_kernel *kernel;
+    void *context;
+};
+
+/* As the driver does for a kernel of a library: the function is null. */
+int cuGraphKernelNodeGetParams_v2(struct fake_node *node, struct node_params *params) {
+    struct fake_launch launch;
+    memset(params, 0, sizeof *params);
+    fake_node_launch(node, &launch, &params->kernel, &params->params);
+    memcpy(params->grid, launch.grid, sizeof launch.grid);
+    memcpy(params->block, launch.block, sizeof launch.block);
+    params->smem = (uint32_t)launch.smem;
+    return 0;
+}
+
 int cuGraphInstantiateWithFlags(void **executable, void *graph, unsigned long long flags) {
     INJECT("cuGraphInstantiateWithFlags");
     (void)flags;

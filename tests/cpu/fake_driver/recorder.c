@@ -117,13 +117,16 @@ static void emulate(const char *name, void **params) {
 
 #define GRAPH_NODES 16
 #define PARAM_SIZE 128
+struct fake_node {
+    const struct fake_kernel *kernel;
+    struct fake_launch launch;
+    unsigned char values[FAKE_MAX_PARAMS][PARAM_SIZE];
+    void *params[FAKE_MAX_PARAMS];
+};
 static struct {
     void *stream; /* that is being captured, or null */
     int count;
-    struct {
-        char name[512];
-        unsigned char params[FAKE_MAX_PARAMS][PARAM_SIZE];
-    } nodes[GRAPH_NODES];
+    struct fake_node nodes[GRAPH_NODES];
 } graph;
 
 int fake_begin_capture(void *stream) {
@@ -139,23 +142,35 @@ int fake_end_capture(void *stream) {
     return 0;
 }
 
-static void capture(const char *name, void **params) {
+static void capture(const struct fake_launch *launch, const struct fake_kernel *kernel, void **params) {
     if (graph.count == GRAPH_NODES || emulator.library == NULL)
         abort();
-    snprintf(graph.nodes[graph.count].name, sizeof graph.nodes[0].name, "%s", name);
-    for (uint32_t i = 0, size; (size = emulator.param_size(name, i)) != 0; i++)
-        memcpy(graph.nodes[graph.count].params[i], params[i], size);
-    graph.count++;
+    struct fake_node *node = &graph.nodes[graph.count++];
+    node->kernel = kernel;
+    node->launch = *launch;
+    for (uint32_t i = 0, size; (size = emulator.param_size(kernel->name, i)) != 0; i++) {
+        memcpy(node->values[i], params[i], size);
+        node->params[i] = node->values[i];
+    }
+}
+
+int fake_graph_nodes(struct fake_node **nodes, size_t *count) {
+    for (size_t i = 0; nodes != NULL && i < *count && i < (size_t)graph.count; i++)
+        nodes[i] = &graph.nodes[i];
+    *count = (size_t)graph.count;
+    return 0;
+}
+
+void fake_node_launch(struct fake_node *node, struct fake_launch *launch, const struct fake_kernel **kernel, void ***params) {
+    *launch = node->launch;
+    *kernel = node->kernel;
+    *params = node->params;
 }
 
 int fake_launch_graph(void *stream) {
     fake_record("graph", "\"stream\": %llu, \"nodes\": %d", (unsigned long long)(uintptr_t)stream, graph.count);
-    for (int node = 0; node < graph.count; node++) {
-        void *params[FAKE_MAX_PARAMS];
-        for (int i = 0; i < FAKE_MAX_PARAMS; i++)
-            params[i] = graph.nodes[node].params[i];
-        emulate(graph.nodes[node].name, params);
-    }
+    for (int node = 0; node < graph.count; node++)
+        emulate(graph.nodes[node].kernel->name, graph.nodes[node].params);
     return 0;
 }
 
@@ -192,7 +207,7 @@ int fake_launch(const struct fake_launch *launch, const struct fake_kernel *kern
     to_file(from);
     pthread_mutex_unlock(&mutex);
     if (graph.stream != NULL && launch->stream == graph.stream)
-        capture(kernel->name, params);
+        capture(launch, kernel, params);
     else
         emulate(kernel->name, params);
     return 0;

@@ -38,6 +38,9 @@ int fake_launch(const struct fake_launch *launch, const struct fake_kernel *kern
 int fake_begin_capture(void *stream);
 int fake_end_capture(void *stream);
 int fake_launch_graph(void *stream);
+struct fake_node;
+int fake_graph_nodes(struct fake_node **nodes, size_t *count);
+void fake_node_launch(struct fake_node *node, struct fake_launch *launch, const struct fake_kernel **kernel, void ***params);
 
 int fake_current_device(int *device);
 int fake_device_attribute(int *value, int attribute, int device);
