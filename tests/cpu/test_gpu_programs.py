@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 GPU = Path(__file__).resolve().parents[1] / "gpu"
 LIBC = {"libc.so.6", "libdl.so.2", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-BUILT = {"c-gdn_prefill", "cpp-gdn_prefill", "cpp-xqa_decode", "stress", "devices", "launch"}
+BUILT = {"c-gdn_prefill", "cpp-gdn_prefill", "cpp-xqa_decode", "stress", "devices", "launch", "cold"}
 RUST = {"rust-gdn_prefill", "rust-xqa_decode"}
 
 
@@ -122,3 +122,13 @@ def test_a_run_is_timed_beside_bare_launches_of_what_it_launches(
     found = json.loads(done.stdout)
     assert [(row["op"], row["kernels"]) for row in found["rows"]] == [("gdn_prefill", 1), ("xqa_decode", 1)]
     assert all(row["run_us"] > 0 and row["bare_us"] > 0 for row in found["rows"])
+
+
+def test_a_cold_start_is_timed_part_by_part(
+    programs: Path, example_bundle: Path, fake_process: dict[str, str]
+) -> None:
+    command = [str(programs / "cold"), str(example_bundle)]
+    done = subprocess.run(command, env=fake_process, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = {"context_ms", "open_ms", "prepare_ms", "memory_ms", "first_run_ms"}
+    assert json.loads(done.stdout).keys() == parts

@@ -13,7 +13,7 @@ target=(-target "$(uname -m)-linux-gnu.2.17" -mcpu=baseline)
 for op in gdn_prefill xqa_decode; do
     "$python" -m ziglang c++ "${target[@]}" -std=c++17 -O2 -s "-I$bundle" "$root/abi/examples/cpp/$op.cpp" -ldl -o "$out/cpp-$op"
 done
-for program in stress devices launch; do
+for program in stress devices launch cold; do
     "$python" -m ziglang c++ "${target[@]}" -std=c++17 -O2 -s "-I$bundle" "$here/native/$program.cpp" -ldl -lpthread -o "$out/$program"
 done
 "$python" -m ziglang cc "${target[@]}" -std=c11 -O2 -s "-I$bundle" "$root/abi/examples/c/gdn_prefill.c" \
