@@ -41,7 +41,9 @@ def prefill(
         if causal:
             seen = seen.tril(kv_len - qo_len)
         logits = logits.masked_fill(~seen, -math.inf)
-        weights = torch.where(seen.any(-1, keepdim=True), logits.softmax(-1), 0.0)  # not 0 / 0 where nothing is seen
+        weights = torch.where(
+            seen.any(-1, keepdim=True), logits.softmax(-1), 0.0
+        )  # not 0 / 0 where nothing is seen
         out[mine] = (weights @ values).transpose(0, 1)
         lse[mine] = logits.logsumexp(-1).transpose(0, 1) / math.log(2)
     return out, lse

@@ -34,17 +34,34 @@ CASES = 700
 MEMORY = 1 << 26
 SMEM_OPTIN = {9: 232448, 10: 232448, 12: 101376}
 INFO = (
-    *("padded_batch_size", "total_num_rows", "all_rows", "cta_tile_q", "requests", "q_tiles", "kv_tiles", "merge_indptr"),
+    *(
+        "padded_batch_size",
+        "total_num_rows",
+        "all_rows",
+        "cta_tile_q",
+        "requests",
+        "q_tiles",
+        "kv_tiles",
+        "merge_indptr",
+    ),
     *("o_indptr", "chunk", "v", "part_lse", "valid", "enable_cuda_graph", "split_kv"),
 )
 """Upstream's PrefillPlanInfo; the names of arrays are offsets."""
 CDEF = """
 struct upstream_plan { int64_t info[15]; uint64_t float_bytes, int_bytes; };
-int upstream_plan(int sms, int major, int smem_optin, int32_t *qo_indptr, int32_t *kv_indptr, uint32_t rows, uint32_t batch,
-                  uint32_t q_heads, uint32_t kv_heads, uint32_t head_dim, uint32_t v_dim, int fixed_grid, int32_t chunk, int unsplit,
-                  char *memory, uint64_t size, struct upstream_plan *out, char *error);
+int upstream_plan(int sms, int major, int smem_optin, int32_t *qo_indptr, int32_t *kv_indptr, uint32_t rows,
+                  uint32_t batch, uint32_t q_heads, uint32_t kv_heads, uint32_t head_dim, uint32_t v_dim,
+                  int fixed_grid, int32_t chunk, int unsplit, char *memory, uint64_t size, struct upstream_plan *out,
+                  char *error);
 """
-FILES = ("allocator.h", "exception.h", "pos_enc.cuh", "utils.cuh", "attention/heap.h", "attention/scheduler.cuh")
+FILES = (
+    "allocator.h",
+    "exception.h",
+    "pos_enc.cuh",
+    "utils.cuh",
+    "attention/heap.h",
+    "attention/scheduler.cuh",
+)
 
 
 class Upstream:
@@ -135,8 +152,10 @@ def compare(call: Call, plan: Plan, info: dict[str, int], theirs: bytes) -> None
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=[f"{d}-{v}" for d, v in DIMS])
-def test_plans_are_upstreams(library: Kernseal, gpu: FakeGpu, upstream: Upstream, dims: tuple[int, int]) -> None:
-    """With a v_dim of 192 upstream's are asked for 256, whose tiles they are: its own would be for a tile without a kernel."""
+def test_plans_are_upstreams(
+    library: Kernseal, gpu: FakeGpu, upstream: Upstream, dims: tuple[int, int]
+) -> None:
+    """With a v_dim of 192 upstream is asked for 256, which has these tiles: its own choice would have no kernel."""
     axes = axes_of(head_dim=dims[0], v_dim=dims[1])
     rng = random.Random(repr(dims))
     seen: set[tuple[int, int, int]] = set()

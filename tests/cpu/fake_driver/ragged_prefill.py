@@ -21,8 +21,7 @@ OP = "ragged_prefill"
 DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 ALIGN = {"q": 16, "k": 16, "v": 16, "o": 16, "plan_device": 16, "workspace": 16}
 HOST = ("qo_indptr", "kv_indptr", "plan")
-PARAMS = "<8x4I4x"
-TILE_PARAMS, MERGE_PARAMS = [224], [8, 8, 8, 8, 8, 4, 8, 4]
+TILE_PARAMS, MERGE_PARAMS = [200], [8, 8, 8, 8, 8, 4, 8, 4]
 """Bytes of every parameter of a tile's kernel, and of the merge."""
 SMEM = {16: 16016, 64: 64064, 128: 128128, "merge": 1111}
 
@@ -30,7 +29,17 @@ HEAD = struct.Struct("<Q4q2i2I2I2I10Q3Q")
 HEAD_FIELDS = (
     *("magic", "batch_size", "total_q", "total_kv", "kv_chunk", "num_q_heads", "num_kv_heads", "fixed_grid"),
     *("tile", "grid", "rows", "split", "reserved"),
-    *("q_indptr", "kv_indptr", "requests", "q_tiles", "kv_tiles", "o_indptr", "chunk", "all_rows", "merge_indptr"),
+    *(
+        "q_indptr",
+        "kv_indptr",
+        "requests",
+        "q_tiles",
+        "kv_tiles",
+        "o_indptr",
+        "chunk",
+        "all_rows",
+        "merge_indptr",
+    ),
     *("valid", "bytes", "part_lse_at", "workspace_bytes"),
 )
 """What a plan begins with; from ``q_indptr`` to ``valid``, where each array begins, or 0."""
@@ -84,7 +93,7 @@ def library_of(all_axes: Sequence[Mapping[str, Any]], folder: Path) -> Kernseal:
 
 @dataclass(frozen=True)
 class Call:
-    """Fields of ``kseal_ragged_prefill_args`` but those on the host; ``qo`` and ``kv`` are the sequences' ends."""
+    """Fields of ``kseal_ragged_prefill_args``; ``qo`` and ``kv`` are the sequences' ends."""
 
     axes: Mapping[str, Any]
     qo: Sequence[int]
@@ -187,7 +196,9 @@ def random_lengths(rng: random.Random, batch: int) -> list[int]:
     """Chunks of a prefill, decode steps, or a mix; some empty."""
     kind = rng.choice(["ones", "short", "long", "mixed", "mixed"])
     longest = min({"ones": 1, "short": 40, "long": 9000, "mixed": 2500}[kind], 30000 // batch)
-    return [rng.choice([0, 1, longest, rng.randint(0, longest), rng.randint(0, longest)]) for _ in range(batch)]
+    return [
+        rng.choice([0, 1, longest, rng.randint(0, longest), rng.randint(0, longest)]) for _ in range(batch)
+    ]
 
 
 def random_call(rng: random.Random, axes: Mapping[str, Any]) -> Call:
