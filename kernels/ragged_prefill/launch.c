@@ -85,7 +85,7 @@ struct problem {
     const args_t *args;
     int64_t head_dim, v_dim, group_size;
     int64_t splittable_blocks; /* thread blocks over the tiles of one KV head that a split may make */
-    bool fixed_grid, split;
+    bool fixed_grid;
     uint32_t q_row, q_head, k_row, k_head, v_row, v_head;
 };
 
@@ -378,7 +378,7 @@ static kseal_status check_planned(const args_t *a) {
     if (status == KSEAL_OK)
         status = check_pointer("kv_indptr", a->kv_indptr, LIMIT(ALIGN_KV_INDPTR), true);
     if (status == KSEAL_OK)
-        status = check_pointer("plan", a->plan, LIMIT(ALIGN_PLAN), true);
+        status = check_pointer("plan", a->plan, LIMIT(ALIGN_PLAN), false);
     if (status == KSEAL_OK)
         status = check_indptr("qo_indptr", a->qo_indptr, a->batch_size, "total_q", a->total_q);
     return status == KSEAL_OK ? check_indptr("kv_indptr", a->kv_indptr, a->batch_size, "total_kv", a->total_kv) : status;
@@ -444,15 +444,22 @@ static int64_t part_rows(const struct problem *p, int64_t chunk) {
     return rows;
 }
 
-static kseal_status check_parts(const struct problem *p, const struct head *head, int64_t chunk) {
+static kseal_status check_parts(const struct problem *p, int64_t chunk) {
     const args_t *a = p->args;
     int64_t rows = part_rows(p, chunk);
     if (rows >= COUNT_END || !product_below(OFFSET_END, rows, a->num_q_heads * p->v_dim))
         REFUSE(KSEAL_OVERFLOW, "kv_chunk is %lld; it makes %lld rows of parts: times num_q_heads * v_dim, %lld, they must be below 2^32",
                (long long)a->kv_chunk, (long long)rows, (long long)(a->num_q_heads * p->v_dim));
+    return KSEAL_OK;
+}
+
+static kseal_status check_room(const args_t *a, const struct head *head) {
     if (a->workspace_bytes < head->workspace_bytes)
         REFUSE(KSEAL_WORKSPACE_TOO_SMALL, "workspace_bytes is %llu; this plan needs %llu", (unsigned long long)a->workspace_bytes,
                (unsigned long long)head->workspace_bytes);
+    if (a->plan_bytes < head->bytes)
+        REFUSE(KSEAL_WORKSPACE_TOO_SMALL, "plan_bytes is %llu; this plan needs %llu", (unsigned long long)a->plan_bytes,
+               (unsigned long long)head->bytes);
     return KSEAL_OK;
 }
 
@@ -483,12 +490,14 @@ static kseal_status plan(const struct problem *p, uint64_t *bytes) {
     lay_out(&head, p, head.grid, head.rows, split);
     if (split)
         lay_out_parts(&head, p, head.grid, tile);
-    if (split && (status = check_parts(p, &head, chunk)) != KSEAL_OK)
+    if (split)
+        status = check_parts(p, chunk);
+    if (status == KSEAL_OK && a->plan != NULL)
+        status = check_room(a, &head);
+    if (status != KSEAL_OK)
         return status;
-    if (a->plan_bytes < head.bytes)
-        REFUSE(KSEAL_WORKSPACE_TOO_SMALL, "plan_bytes is %llu; this plan needs %llu", (unsigned long long)a->plan_bytes,
-               (unsigned long long)head.bytes);
-    write_plan(p, &head, chunk);
+    if (a->plan != NULL)
+        write_plan(p, &head, chunk);
     *bytes = head.bytes;
     return KSEAL_OK;
 }

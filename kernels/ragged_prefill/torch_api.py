@@ -330,14 +330,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         kind: tuple[torch.dtype, int, int],
     ) -> _Planned:
         on_gpu = self._workspace.is_cuda
-        host = torch.empty(max(op.plan_size(**fields), 1), dtype=torch.uint8, pin_memory=on_gpu)
-        used = op.plan(
-            **fields,
-            qo_indptr=qo.data_ptr(),
-            kv_indptr=kv.data_ptr(),
-            plan=host.data_ptr(),
-            plan_bytes=host.nbytes,
-        )
+        given = {**fields, "qo_indptr": qo.data_ptr(), "kv_indptr": kv.data_ptr()}
+        host = torch.empty(max(op.plan(**given), 1), dtype=torch.uint8, pin_memory=on_gpu)
+        used = op.plan(**given, plan=host.data_ptr(), plan_bytes=host.nbytes)
         before = self._planned
         if self._graph and before is not None and before.device.nbytes >= host.nbytes:
             device = before.device

@@ -60,8 +60,13 @@ def call(axes: dict[str, Any] = PLAIN, **changes: Any) -> Call:
         **dict.fromkeys(
             (*STRIDES, "tile_q", "fixed_grid", "pdl", "kv_chunk", "workspace_bytes", "stream"), 0
         ),
-        "num_q_heads": 8, "num_kv_heads": 2, "sm_scale": 0.25, "batch_size": len(qo) - 1,
-        "total_q": 130, "total_kv": 480, "lse": 4096,
+        "num_q_heads": 8,
+        "num_kv_heads": 2,
+        "sm_scale": 0.25,
+        "batch_size": len(qo) - 1,
+        "total_q": 130,
+        "total_kv": 480,
+        "lse": 4096,
         **{name: 2**20 * (n + 1) for n, name in enumerate(ALIGN)},
     }
     return Call(axes, qo, kv, {**fields, **changes})
@@ -332,10 +337,9 @@ def test_memory_that_a_plan_needs(session: Session, name: str) -> None:
         for key, value in (("ends", ends), ("plan", memory))
     }
     host = {"qo_indptr": address["ends"], "kv_indptr": address["ends"], "plan": address["plan"]}
-    for value, status, words in (
-        (0, "INVALID_ARGUMENT", f"{name} is null"),
-        (host[name] + 2, "MISALIGNED", f"it must be {8 if name == 'plan' else 4}-byte aligned"),
-    ):
+    cases = [(host[name] + 2, "MISALIGNED", f"it must be {8 if name == 'plan' else 4}-byte aligned")]
+    cases += [(0, "INVALID_ARGUMENT", f"{name} is null")] if name != "plan" else []
+    for value, status, words in cases:
         args = session.args(made, **{**host, name: value})
         assert (
             session.library.c.kseal_ragged_prefill_plan(session.handle, args, size) == session.status[status]
@@ -364,12 +368,25 @@ def test_too_little_memory_is_refused_with_what_is_needed(session: Session, chun
     )
 
 
+@pytest.mark.parametrize("fixed_grid", [0, 1])
+@pytest.mark.parametrize("chunk", [0, 128, -1])
+def test_without_memory_a_plan_says_how_much_it_takes(session: Session, chunk: int, fixed_grid: int) -> None:
+    if chunk > 0 and fixed_grid:
+        return
+    made = call(kv_chunk=chunk, fixed_grid=fixed_grid, workspace_bytes=0)
+    status, size = session.try_plan(made, 0)
+    assert (status, size) == (
+        0,
+        len(session.plan(call(kv_chunk=chunk, fixed_grid=fixed_grid, workspace_bytes=2**40)).data),
+    )
+
+
 def test_parts_that_cannot_be_counted_are_refused(session: Session) -> None:
     made = call(
         kv_chunk=1, workspace_bytes=2**60, qo=[0, 100000], kv=[0, 100000], total_q=100000, total_kv=100000
     )
     status, _ = session.try_plan(Call(made.axes, made.qo, made.kv, {**made.fields, "plan_bytes": 2**40}), 0)
-    assert status == session.status["INVALID_ARGUMENT"]  # no memory: looked at before
+    assert status == session.status["OVERFLOW"]
     memory = session.library.ffi.new("char[64]")
     status, _ = session.try_plan(Call(made.axes, made.qo, made.kv, {**made.fields, "plan_bytes": 64}), memory)
     assert status == session.status["OVERFLOW"]

@@ -11,6 +11,8 @@ import torch
 from kernseal.kernels.ragged_prefill.reference import prefill
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+SCRATCH = 4 << 30
+"""Bytes, where parts have a fixed length."""
 SPARE = 3
 """Rows of q, k and v past the last sequence: NaN."""
 LENGTHS = [
@@ -139,7 +141,9 @@ class Runner:
             **p.call,
             **changes,
         }
-        size, scratch = self.op.plan_size(**args), self.op.workspace_size(**args)
+        size = self.op.plan(**args)
+        # With parts of a fixed length the size for all lengths with these totals is far from what they need.
+        scratch = SCRATCH if args.get("kv_chunk", 0) > 0 else self.op.workspace_size(**args)
         plan = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, pin_memory=True)
         workspace = torch.full((scratch,), 0xFF, dtype=torch.uint8, device="cuda")
         return {
