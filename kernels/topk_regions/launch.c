@@ -241,7 +241,7 @@ static kseal_status check_split(const struct problem *p) {
     if (ctas > 1 && !product_below(ARRIVALS_END, turns * BARRIERS_PER_ROW + 1, ctas))
         REFUSE(KSEAL_OVERFLOW, "num_rows is %lld; groups of %lld thread blocks can take %lld rows in turn (max_len is %lld)",
                (long long)p->args->num_rows, (long long)ctas,
-               (long long)((ARRIVALS_END / ctas - 1) / BARRIERS_PER_ROW * p->groups), (long long)p->args->max_len);
+               (long long)(((ARRIVALS_END - 1) / ctas - 1) / BARRIERS_PER_ROW * p->groups), (long long)p->args->max_len);
     return KSEAL_OK;
 }
 
