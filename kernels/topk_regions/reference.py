@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -88,3 +89,25 @@ def regions(
             found = pages[first + chosen // page_size].long() * page_size + chosen % page_size
         indices[r, : chosen.numel()] = found.int()
     return Selected(indices, values, raw)
+
+
+def chunk_of(
+    max_len: int,
+    row_stride: int,
+    dtype: torch.dtype,
+    *,
+    row_starts: bool,
+    deterministic: bool,
+    smem_per_block: int,
+) -> int:
+    """Scores that one thread block holds; ``smem_per_block`` is that of the variant's class."""
+    size = dtype.itemsize
+    vector = 1 if row_starts else math.gcd(16 // size, row_stride)
+    scan = 256 if deterministic else 0
+    blocks = 1
+    while True:
+        chunk = -(-max_len // blocks)
+        chunk += -chunk % vector
+        if 2080 + chunk * size + scan + (0 if blocks == 1 else 16) <= smem_per_block:
+            return chunk
+        blocks += 1

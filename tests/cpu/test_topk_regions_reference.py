@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 import random
 import struct
+from pathlib import Path
 
 import pytest
+from cpu.fake_driver.gpu import FakeGpu
+from cpu.fake_driver.topk_regions import (
+    OP,
+    PARAM_SIZES,
+    axes_of,
+    elem_bytes,
+    library_of,
+    random_call,
+    smem_per_block,
+)
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from kernseal.kernels.topk_regions.reference import THREADS, keys, regions, select  # noqa: E402
+from kernseal.kernels.topk_regions.reference import THREADS, chunk_of, keys, regions, select  # noqa: E402
 
 NAN, INF = float("nan"), math.inf
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -129,3 +140,28 @@ def test_without_starts_a_page_table_begins_where_the_row_does() -> None:
     where = {"row_starts": torch.tensor([1]), "lengths": torch.tensor([2])}
     found = regions(scores, 1, chunk=4, page_table=table, **where)
     assert (found.raw_indices.tolist(), found.indices.tolist()) == ([[1]], [[30]])
+
+
+def test_chunks_are_those_that_are_launched(fake_gpu: FakeGpu, tmp_path: Path) -> None:
+    fake_gpu.reset()
+    for sm in ("sm_90a", "sm_120a"):
+        every = [axes_of(dtype=d, deterministic=det) for d in ("f32", "bf16") for det in (False, True)]
+        library = library_of(every, tmp_path / sm, sm)
+        rng = random.Random(sm)
+        for axes in every:
+            handle, smem = library.prepare(OP, axes), smem_per_block(sm)
+            for _ in range(100):
+                call = random_call(rng, axes, smem // elem_bytes(axes), 132)
+                fake_gpu.reset()
+                fake_gpu.params(PARAM_SIZES)
+                if library.c.kseal_topk_regions_run(handle, call.args(library)) != 0:
+                    continue
+                (launch,) = fake_gpu.log("launch")
+                expected = chunk_of(
+                    *(call["max_len"], call["max_len"], F32 if axes["dtype"] == "f32" else BF16),
+                    row_starts="row_starts" in call.fields,
+                    deterministic=axes["deterministic"],
+                    smem_per_block=smem,
+                )
+                assert int.from_bytes(bytes.fromhex(launch["params"][14]), "little") == expected, call
+            assert library.c.kseal_topk_regions_release(handle) == 0
