@@ -113,7 +113,13 @@ def unavailable() -> str | None:
 @functools.cache
 def compiled(sm: str, retarget: str | None = None, **changes: str | bool) -> HostObject:
     """The GDN prefill variant at its default axes with ``changes``; compiled once, then kept in kernseal's cache folder."""
-    op = spec.load_op(paths.kernels() / "gdn_prefill")
+    return compiled_of("gdn_prefill", sm, retarget, **changes)
+
+
+@functools.cache
+def compiled_of(name: str, sm: str, retarget: str | None = None, **changes: str | bool) -> HostObject:
+    """As ``compiled``, of any op."""
+    op = spec.load_op(paths.kernels() / name)
     target = spec.Target(sm, retarget)
     variant = op.variant(target, {**op.data["defaults"], **changes})
     planned = build.plan([op], target, build.Options(profile="full", only=(variant.id,)))

@@ -1,0 +1,1 @@
+"""Top-k over rows of a decode step."""
