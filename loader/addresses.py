@@ -96,6 +96,23 @@ def launch_on(device: int, op: Op, run: dict[str, Any]) -> None:
             op.launch(**run)
 
 
+_semaphores: dict[tuple[str, int, int], Any] = {}
+
+
+def semaphores(op: str, beside: Any, stream: int, size: int) -> Any:
+    """``size`` bytes on the device of ``beside``, zero before the first launch of ``op`` on ``stream``, whose launches
+    come one after the other. While a graph is captured they are its own, since it may be launched on any stream.
+    """
+    torch = _torch()
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(size, dtype=torch.uint8, device=beside.device)
+    key = op, beside.get_device(), stream
+    found = _semaphores.get(key)
+    if found is None or found.numel() < size:
+        found = _semaphores[key] = torch.zeros(size, dtype=torch.uint8, device=beside.device)
+    return found
+
+
 @functools.cache
 def sm_count(device: int) -> int:
     """Multiprocessors of a CUDA device."""

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from kernseal.loader import serving
-from kernseal.loader.addresses import check_dtype, dense, dtype_name, launch_on, on_device, optional
+from kernseal.loader.addresses import (
+    check_dtype,
+    dense,
+    dtype_name,
+    launch_on,
+    on_device,
+    optional,
+    semaphores,
+)
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import served_by, use_bundle
@@ -33,9 +41,6 @@ _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _I32 = (torch.int32,)
 _SEMAPHORES_BYTES = 1 << 20
 """More than any launch needs on a device of up to 400 multiprocessors, so that its size need not be asked for."""
-
-_semaphores: dict[tuple[int, int], torch.Tensor] = {}
-"""For each device and stream, whose launches come one after the other."""
 
 
 def prepare(device: int | None = None, **axes: Any) -> Op:
@@ -233,7 +238,7 @@ def _launch(
     address, row_stride = _rows("input", scores, device)
     rows, max_len = scores.shape
     stream = torch.cuda.current_stream(device).cuda_stream
-    semaphores = _semaphores_of(scores, stream)
+    zeros = semaphores("topk_regions", scores, stream, _SEMAPHORES_BYTES)
     run = {
         **_NOTHING,
         **fields,
@@ -243,7 +248,7 @@ def _launch(
         "row_stride": row_stride,
         "scores": address,
         "indices": dense("out", indices, _I32, rows * k, device),
-        "semaphores": semaphores.data_ptr(),
+        "semaphores": zeros.data_ptr(),
         "semaphores_bytes": _SEMAPHORES_BYTES,
         "stream": stream,
     }
@@ -260,15 +265,3 @@ def _rows(name: str, matrix: torch.Tensor, device: int) -> tuple[int, int]:
         raise InvalidArgument(f"{name}: strides {matrix.stride()}; rows must be dense and not overlap")
     # What there is only one of may have any stride.
     return on_device(name, matrix, device), row if rows > 1 else columns
-
-
-def _semaphores_of(scores: torch.Tensor, stream: int) -> torch.Tensor:
-    """Zeros before the first launch on a stream; while a graph is captured, its own, since it may be launched on any."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(_SEMAPHORES_BYTES, dtype=torch.uint8, device=scores.device)
-    key = scores.get_device(), stream
-    found = _semaphores.get(key)
-    if found is None:
-        found = torch.zeros(_SEMAPHORES_BYTES, dtype=torch.uint8, device=scores.device)
-        _semaphores[key] = found
-    return found

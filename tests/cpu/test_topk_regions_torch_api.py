@@ -20,7 +20,7 @@ from kernseal.kernels.topk_regions.torch_api import (  # noqa: E402
     top_k_page_table_transform,
     top_k_ragged_transform,
 )
-from kernseal.loader import serving  # noqa: E402
+from kernseal.loader import addresses, serving  # noqa: E402
 from kernseal.loader.errors import InvalidArgument, NotPrepared, Unsupported  # noqa: E402
 from kernseal.loader.layout import Layout  # noqa: E402
 from kernseal.loader.library import declarations  # noqa: E402
@@ -33,7 +33,7 @@ f32, bf16, f16, i32 = torch.float32, torch.bfloat16, torch.float16, torch.int32
 @pytest.fixture(autouse=True)
 def not_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch_api, "_semaphores", {})
+    monkeypatch.setattr(addresses, "_semaphores", {})
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def ragged(**changes: Any) -> dict[str, Any]:
 
 def the_rest(found: dict[str, Any], **expected: Any) -> None:
     """``found`` is ``expected``, and 0 in every other field."""
-    semaphores = torch_api._semaphores[HOST, STREAM]
+    semaphores = addresses._semaphores["topk_regions", HOST, STREAM]
     assert semaphores.count_nonzero() == 0
     always = {
         "semaphores": semaphores.data_ptr(),
@@ -167,7 +167,7 @@ def test_streams_have_semaphores_of_their_own_and_so_have_graphs(
     top_k(torch.zeros(R, N), K)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("S", (), {"cuda_stream": 99}))
     top_k(torch.zeros(R, N), K)
-    assert set(torch_api._semaphores) == {(HOST, STREAM), (HOST, 99)}
+    assert set(addresses._semaphores) == {("topk_regions", HOST, STREAM), ("topk_regions", HOST, 99)}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     top_k(torch.zeros(R, N), K)
     first, second, other, captured = (found["semaphores"] for found in recorder.launched)
