@@ -1,4 +1,4 @@
-"""A launch of top-k for a decode step is, byte for byte, that of CuTe's own host object, and rows are spread as upstream does."""
+"""A launch of top-k for a decode step is that of CuTe's own host object, and rows are spread as upstream spreads them."""
 
 from __future__ import annotations
 
