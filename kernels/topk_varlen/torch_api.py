@@ -80,7 +80,7 @@ def top_k_varlen(
         backend: ``radix``, or ``auto``, which is that.
 
     Returns:
-        int32 [B * next_n, top_k] (``out_indices`` where given), -1 where a row has no more; and the scores, -inf there, or None.
+        int32 [B * next_n, top_k] (``out_indices`` where given), -1 where a row has no more; and the scores (-inf), or None.
 
     Raises:
         Unsupported: an argument asks for what this kernel does not do, or the bundle lacks the variant; the message has
