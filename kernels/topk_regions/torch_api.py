@@ -199,7 +199,7 @@ _FUNCTIONS = {
     "top_k_page_table_transform": top_k_page_table_transform,
     "top_k_ragged_transform": top_k_ragged_transform,
 }
-REPLACES = {"flashinfer.topk": {**_FUNCTIONS, "topk": top_k}, "flashinfer": _FUNCTIONS}
+REPLACES = {"flashinfer.topk": _FUNCTIONS, "flashinfer": _FUNCTIONS}
 """What stands where in FlashInfer; see ``kernseal.loader.flashinfer``."""
 
 

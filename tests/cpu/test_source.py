@@ -59,7 +59,9 @@ def tree(unpacked: Path, tmp_path: Path) -> Path:
 def checkout(unpacked: Path, tmp_path: Path) -> Path:
     """The same files where a git checkout has them."""
     root = Path(shutil.copytree(unpacked, tmp_path / "checkout"))
-    shutil.move(root / "flashinfer" / "data" / "csrc", root / "csrc")
+    for there, here in PIN.checkout_paths.items():
+        if there.startswith("flashinfer/data/") and (root / there).is_dir():
+            shutil.move(root / there, root / here)
     (root / "flashinfer" / "data").rmdir()
     licence = next(iter(PIN.licences))
     shutil.move(root / licence, root / "LICENSE")
