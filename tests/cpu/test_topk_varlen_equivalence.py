@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from cpu.fake_driver import host_objects  # noqa: E402
 from cpu.fake_driver.gpu import FakeGpu  # noqa: E402
-from cpu.fake_driver.host_objects import HostObject, compiled_of  # noqa: E402
+from cpu.fake_driver.host_objects import HostObject, compiled  # noqa: E402
 from cpu.fake_driver.reference import Reference, masked  # noqa: E402
 from cpu.fake_driver.topk_varlen import OP, library_of, random_call  # noqa: E402
 from cpu.fake_driver.topk_varlen_upstream import chunk_config  # noqa: E402
@@ -43,7 +43,7 @@ def smem_of(made: HostObject) -> int:
 def test_our_launch_is_cutes_launch(
     gpu: FakeGpu, tmp_path: Path, sm: str, retarget: str | None, changes: dict[str, Any]
 ) -> None:
-    made = compiled_of(OP, sm, retarget, **changes)
+    made = compiled(sm, retarget, op_name=OP, **changes)
     axes, smem = made.variant.axes, smem_of(made)
     reference = Reference(made, tmp_path / "reference")
     cc = divmod(int(made.target.arch.removeprefix("sm_").removesuffix("a")), 10)
@@ -97,7 +97,7 @@ def test_the_oracle_spreads_rows_as_upstream_does(dtype: Any, smem: int) -> None
 
 def test_two_kernels_have_all_the_shared_memory_of_the_class() -> None:
     for sm, retarget, changes in VARIANTS:
-        made = compiled_of(OP, sm, retarget, **changes)
+        made = compiled(sm, retarget, op_name=OP, **changes)
         assert [smem for _, smem in made.answer.kernels] == [smem_of(made)] * 2
         entries = elf.read(made.cubin).entries
         assert {entry.frame for entry in entries.values()} == {0}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cpu.fake_driver import host_objects
 from cpu.fake_driver.gpu import FakeGpu
-from cpu.fake_driver.host_objects import HostObject, compiled_of
+from cpu.fake_driver.host_objects import HostObject, compiled
 from cpu.fake_driver.kernseal_library import Kernseal
 from cpu.fake_driver.topk_varlen import OP, POINTERS, STATE, Call, library_of
 
@@ -27,7 +27,7 @@ ADDRESS = {name: 4096 * (i + 1) for i, name in enumerate(POINTERS)}
 
 @pytest.fixture(scope="module")
 def made() -> list[HostObject]:
-    return [compiled_of(OP, "sm_90a", None, **axes) for axes in (PLAIN, VALUES)]
+    return [compiled("sm_90a", None, op_name=OP, **axes) for axes in (PLAIN, VALUES)]
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,10 @@ class HostObject:
         return (self.folder / "dsl.cubin").read_bytes()
 
     @property
+    def ptx(self) -> str:
+        return (self.folder / "raw.ptx").read_text()
+
+    @property
     def record(self) -> VariantRecord:
         return VariantRecord(
             op=self.variant.op,
@@ -111,15 +115,11 @@ def unavailable() -> str | None:
 
 
 @functools.cache
-def compiled(sm: str, retarget: str | None = None, **changes: str | bool) -> HostObject:
-    """The GDN prefill variant at its default axes with ``changes``; compiled once, then kept in kernseal's cache folder."""
-    return compiled_of("gdn_prefill", sm, retarget, **changes)
-
-
-@functools.cache
-def compiled_of(name: str, sm: str, retarget: str | None = None, **changes: str | bool) -> HostObject:
-    """As ``compiled``, of any op."""
-    op = spec.load_op(paths.kernels() / name)
+def compiled(
+    sm: str, retarget: str | None = None, *, op_name: str = "gdn_prefill", **changes: str | bool | int
+) -> HostObject:
+    """The op's variant at its default axes with ``changes``; compiled once, then kept in kernseal's cache folder."""
+    op = spec.load_op(paths.kernels() / op_name)
     target = spec.Target(sm, retarget)
     variant = op.variant(target, {**op.data["defaults"], **changes})
     planned = build.plan([op], target, build.Options(profile="full", only=(variant.id,)))
