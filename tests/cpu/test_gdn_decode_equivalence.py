@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cpu.fake_driver.gdn_decode import D, OP, Call, library_of, random_call
+from cpu.fake_driver.gdn_decode import OP, Call, D, library_of, random_call
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
 from cpu.fake_driver.reference import Reference, Scalar, Tensor, masked
