@@ -334,10 +334,10 @@ class Grid:
         return lambda at, size: self.shared[ctas[:, None], self._in_shared(at, size)]
 
     def _in_shared(self, at: Array, size: int) -> Array:
-        start = at.astype(np.int64)
+        start: Array = at.astype(np.int64)[:, None]
         assert not (start % size).any(), "misaligned access to shared memory"
         assert (start >= 0).all() and (start + size <= self.shared.shape[1]).all(), "outside shared memory"
-        return start[:, None] + np.arange(size)
+        return start + np.arange(size)
 
     def _at(self, operand: str) -> Array:
         register, offset = _address(operand)
@@ -357,12 +357,13 @@ def _address(operand: str) -> tuple[str, int]:
 
 def _fused(x: Array, y: Array, z: Array) -> Array:
     """x * y + z, rounded once but for what float64 lacks."""
-    product = x.astype(np.float64) * y.astype(np.float64)
-    return np.asarray((product + z.astype(np.float64)).astype(np.float32))
+    exact: Array = x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)
+    return exact.astype(np.float32)
 
 
 def _bf16(x: Array) -> Array:
     """The nearest bfloat16, ties to even, as 16 bits in 32."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint32)
+    made: Array = np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint32)
+    return made
