@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cpu.fake_driver.gdn_decode import OP, Call, D, library_of, random_call
+from cpu.fake_driver.gdn_decode import OP, VARIANTS, Call, D, library_of, random_call
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
 from cpu.fake_driver.reference import Reference, Scalar, Tensor, masked
@@ -16,22 +15,6 @@ from cpu.fake_driver.reference import Reference, Scalar, Tensor, masked
 pytestmark = pytest.mark.slow
 
 CASES = 60
-VARIANTS: list[tuple[str, str | None, dict[str, Any]]] = [
-    ("sm_90a", None, {}),
-    (
-        "sm_120a",
-        "sm_90a",
-        {
-            "tokens": 3,
-            "wide": True,
-            "tile_v": 32,
-            "index_dtype": "i64",
-            "output_indices": True,
-            "intermediate_states": True,
-        },
-    ),
-    ("sm_100a", None, {"wide": True, "tile_v": 64}),
-]
 
 
 def tensor(call: Call, name: str, heads: int) -> Tensor:
@@ -71,16 +54,16 @@ def is_padding(mask: bytes) -> bool:
     return mask.count(0) <= (8 if len(mask) > 8 else 0)
 
 
-@pytest.mark.parametrize(("sm", "retarget", "changes"), VARIANTS, ids=["narrow", "wide", "wide_t1"])
+@pytest.mark.parametrize("class_name", VARIANTS)
 def test_our_launch_is_cutes_launch(
     built_variant: Callable[..., HostObject],
     gpu: FakeGpu,
     tmp_path: Path,
-    sm: str,
-    retarget: str | None,
-    changes: dict[str, Any],
+    class_name: str,
 ) -> None:
+    sm, retarget, changes = VARIANTS[class_name]
     made = built_variant(sm, retarget, op_name=OP, **changes)
+    assert made.variant.class_name == class_name
     axes = made.variant.axes
     reference = Reference(made, tmp_path / "reference")
     cc = int(made.target.arch.removeprefix("sm_").removesuffix("a"))
@@ -93,7 +76,7 @@ def test_our_launch_is_cutes_launch(
     assert gpu.log("set_attribute") == theirs * 2, "kernel attributes differ"
 
     gpu.params(made.param_sizes())
-    rng = random.Random(f"{sm} {retarget} {changes}")
+    rng = random.Random(class_name)
     for case in range(CASES):
         call = random_call(rng, axes)
         assert library.c.kseal_gdn_decode_run(handle, call.args(library)) == 0, library.error()

@@ -7,22 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cpu.fake_driver.gdn_decode import OP, Call, alignments, library_of, random_call
+from cpu.fake_driver.gdn_decode import OP, VARIANTS, Call, alignments, library_of, random_call
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
 from cpu.fake_driver.kernseal_library import Kernseal
 
 pytestmark = pytest.mark.slow
 
-DEFAULT: dict[str, Any] = {}
-STEPS: dict[str, Any] = {
-    "tokens": 3,
-    "wide": True,
-    "tile_v": 32,
-    "index_dtype": "i64",
-    "output_indices": True,
-    "intermediate_states": True,
-}
 PLAIN = {
     "num_q_heads": 2,
     "num_v_heads": 4,
@@ -38,9 +29,15 @@ PLAIN = {
 def made(built_variant: Callable[..., HostObject]) -> dict[str, HostObject]:
     """Both for Hopper: a library is for one SM."""
     return {
-        "default": built_variant("sm_120a", "sm_90a", op_name=OP),
-        "steps": built_variant("sm_120a", "sm_90a", op_name=OP, **STEPS),
+        name: _built(built_variant, VARIANTS[of]) for name, of in (("default", "narrow"), ("steps", "wide"))
     }
+
+
+def _built(
+    built_variant: Callable[..., HostObject], variant: tuple[str, str | None, dict[str, Any]]
+) -> HostObject:
+    sm, retarget, changes = variant
+    return built_variant(sm, retarget, op_name=OP, **changes)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu.fake_driver import ptx
-from cpu.fake_driver.gdn_decode import library_of
+from cpu.fake_driver.gdn_decode import VARIANTS, library_of
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
 
@@ -31,22 +31,6 @@ READ = [4097, 69_999, -1, 0, 70_000, 32_768]
 WRITTEN = [5, 1, 2, 69_998, 3, -7]
 SPARE = {"q": 8, "k": 16, "v": 24, "o": 8, "a": 3, "b": 1}
 """Elements between tokens, so that no two tensors have one stride."""
-STEPS = {
-    "tokens": 3,
-    "wide": True,
-    "tile_v": 32,
-    "index_dtype": "i64",
-    "output_indices": True,
-    "intermediate_states": True,
-}
-VERIFY = {"tokens": 2, "intermediate_states": True, "update_state": False}
-
-VARIANTS: list[tuple[str, str | None, dict[str, Any]]] = [
-    ("sm_90a", None, {}),
-    ("sm_120a", "sm_90a", STEPS),
-    ("sm_100a", None, {"wide": True, "tile_v": 64}),
-    ("sm_120a", None, {**VERIFY, "qk_l2norm": False}),
-]
 
 
 class Sparse:
@@ -149,14 +133,14 @@ def _whole(view: torch.Tensor) -> np.ndarray[Any, Any]:
     return found
 
 
-@pytest.fixture(params=VARIANTS, ids=["narrow", "wide", "wide_t1", "narrow_steps"])
+@pytest.fixture(params=list(VARIANTS))
 def machine(
     request: pytest.FixtureRequest,
     built_variant: Callable[..., HostObject],
     gpu: FakeGpu,
     tmp_path: Path,
 ) -> Machine:
-    sm, retarget, changes = request.param
+    sm, retarget, changes = VARIANTS[request.param]
     made = built_variant(sm, retarget, op_name=OP, **changes)
     gpu.device(divmod(int(made.target.arch.removeprefix("sm_").removesuffix("a")), 10))
     return Machine(made, gpu, tmp_path / "ours")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernseal.export import paths, spec
+from kernseal.kernels.gdn_decode.operands import SPEC
 from kernseal.kernels.gdn_decode.reference import Result, gated_delta_rule_decode
 from kernseal.loader.bundle import Bundle
 from kernseal.loader.op import Op
@@ -23,8 +23,22 @@ LIMIT = 5e-3
 """Relative error of outputs and states: both are rounded to bfloat16, and the kernels' exponentials are approximate."""
 
 
+DEFAULTS = {name: SPEC.config_defaults[name] for name in SPEC.tags}
+
+
 def axes_of(**changes: Any) -> dict[str, Any]:
-    return {**spec.load_op(paths.kernels() / OP).data["defaults"], **changes}
+    return {**DEFAULTS, **changes}
+
+
+def axes_in(bundle: Bundle) -> list[dict[str, Any]]:
+    """Of each variant of this op."""
+    kinds = {name: type(value) for name, value in DEFAULTS.items()}
+    read = {str: str, int: int, bool: lambda text: text == "1"}
+    return [
+        {name: read[kinds[name]](text) for name, text in variant.axes.items()}
+        for variant in bundle.variants()
+        if variant.op == OP
+    ]
 
 
 @dataclass

@@ -15,6 +15,30 @@ from cpu.fake_driver.xqa import address
 
 OP = "gdn_decode"
 D = 128
+
+STEPS: dict[str, Any] = {
+    "tokens": 3,
+    "wide": True,
+    "tile_v": 32,
+    "index_dtype": "i64",
+    "output_indices": True,
+    "intermediate_states": True,
+}
+VERIFY: dict[str, Any] = {
+    "tokens": 2,
+    "qk_l2norm": False,
+    "intermediate_states": True,
+    "update_state": False,
+}
+VARIANTS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "narrow": ("sm_90a", None, {}),
+    "wide": ("sm_90a", None, STEPS),
+    "wide_t1": ("sm_100a", None, {"wide": True, "tile_v": 64}),
+    "narrow_sm120": ("sm_120a", None, VERIFY),
+    "wide_sm120": ("sm_120a", "sm_90a", {"wide": True, "tokens": 2, "tile_v": 64}),
+}
+"""One of each kernel, for each of its ways to be compiled, by class: what the tests build."""
+
 ALIGN = {
     **dict.fromkeys(("q", "k", "v", "o", "state"), 16),
     **dict.fromkeys(("a", "b"), 2),
