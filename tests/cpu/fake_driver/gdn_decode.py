@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from cpu.fake_driver.host_objects import HostObject
 from cpu.fake_driver.kernseal_library import Kernseal, build_library
 from cpu.fake_driver.native import ZIG
 from cpu.fake_driver.xqa import address
+
+from kernseal.abi.library import KernelRecord, VariantRecord
+from kernseal.export import paths, spec
 
 OP = "gdn_decode"
 D = 128
@@ -47,6 +51,10 @@ ALIGN = {
 TOKEN_TENSORS = ("q", "k", "v", "o", "a", "b")
 
 
+def axes_of(**changes: Any) -> dict[str, Any]:
+    return {**spec.load_op(paths.kernels() / OP).data["defaults"], **changes}
+
+
 def index_bytes(axes: Mapping[str, Any]) -> int:
     return 8 if axes["index_dtype"] == "i64" else 4
 
@@ -56,6 +64,24 @@ def alignments(axes: Mapping[str, Any]) -> dict[str, int]:
     optional = {"intermediate_states": 16} if axes["intermediate_states"] else {}
     indices = ("state_indices", "output_state_indices") if axes["output_indices"] else ("state_indices",)
     return {**ALIGN, **dict.fromkeys(indices, index_bytes(axes)), **optional}
+
+
+def record(axes: Mapping[str, Any], image: bytes) -> VariantRecord:
+    """A variant whose image is just bytes, and which nothing launches."""
+    name = spec.variant_id(spec.load_op(paths.kernels() / OP).data, axes)
+    return VariantRecord(
+        op=OP,
+        variant=name,
+        class_name="narrow",
+        axes=dict(axes),
+        kernels=(KernelRecord("kernel", 0, 0, 0, 0),),
+        file=f"cubin/{OP}/{name}.cubin",
+        size=len(image),
+        sha256=hashlib.sha256(image).hexdigest(),
+        evidence="inspected",
+        host_prefix=None,
+        host_function=None,
+    )
 
 
 def library_of(made: Sequence[HostObject], folder: Path) -> Kernseal:
