@@ -1,0 +1,1 @@
+"""Context-parallel gated-delta-net prefill."""
