@@ -123,25 +123,18 @@ static kseal_status check_heads(const args_t *a) {
     return KSEAL_OK;
 }
 
-static kseal_status check_counts(const args_t *a, const struct problem *p) {
+/* What the workspace follows from. */
+static kseal_status check_sizes(const args_t *a, const struct problem *p) {
     if (a->total_tokens < 0)
         REFUSE(KSEAL_INVALID_ARGUMENT, "total_tokens is %lld; it must not be negative", (long long)a->total_tokens);
-    if (p->pooled ? a->pool_rows <= 0 : a->pool_rows != 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "pool_rows is %lld; it must be %s", (long long)a->pool_rows,
-               p->pooled ? "positive, since config.pooled is 1" : "0, since config.pooled is 0");
-    if (p->checkpoints ? a->checkpoint_every <= 0 || a->checkpoint_every % BLOCK != 0 : a->checkpoint_every != 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "checkpoint_every is %d; it must be %s", a->checkpoint_every,
-               p->checkpoints ? "a positive multiple of 64, since config.checkpoints is 1"
-                              : "0, since config.checkpoints is 0");
-    if (p->checkpoints ? a->total_checkpoints < 0 : a->total_checkpoints != 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "total_checkpoints is %lld; it must %s", (long long)a->total_checkpoints,
-               p->checkpoints ? "not be negative" : "be 0, since config.checkpoints is 0");
-    if (!isfinite(a->scale) || a->scale == 0.0f)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "scale is %g; it must be finite and not 0", (double)a->scale);
-    return KSEAL_OK;
-}
-
-static kseal_status check_lengths(const args_t *a) {
+    if (!product_below(INDEX_END, at_least(a->total_tokens, 1), p->heads, D))
+        REFUSE(KSEAL_OVERFLOW, "total_tokens is %lld; T * H * D must be below 2^31 (H is %d, D is %d)",
+               (long long)a->total_tokens, p->heads, D);
+    if (a->num_seqs >= SEQS_END)
+        REFUSE(KSEAL_OVERFLOW, "num_seqs is %lld; it must be at most 65535", (long long)a->num_seqs);
+    if (!product_below(INDEX_END, a->num_seqs, p->heads, D * D))
+        REFUSE(KSEAL_OVERFLOW, "num_seqs is %lld; N * H * D * D must be below 2^31 (H is %d, D is %d)", (long long)a->num_seqs,
+               p->heads, D);
     int64_t mean = div_up(a->total_tokens, a->num_seqs);
     if (a->max_seqlen < 0 || a->max_seqlen > a->total_tokens || (a->max_seqlen != 0 && a->max_seqlen < mean))
         REFUSE(KSEAL_INVALID_ARGUMENT, "max_seqlen is %lld; it must be %lld to %lld (the mean of the sequences to T), or 0 for T",
@@ -152,21 +145,32 @@ static kseal_status check_lengths(const args_t *a) {
     return KSEAL_OK;
 }
 
-static kseal_status check_sizes(const args_t *a, const struct problem *p) {
-    int64_t heads = p->heads, tokens = at_least(a->total_tokens, 1);
-    if (!product_below(INDEX_END, tokens, heads, D))
-        REFUSE(KSEAL_OVERFLOW, "total_tokens is %lld; T * H * D must be below 2^31 (H is %d, D is %d)",
-               (long long)a->total_tokens, p->heads, D);
-    if (a->num_seqs >= SEQS_END)
-        REFUSE(KSEAL_OVERFLOW, "num_seqs is %lld; it must be at most 65535", (long long)a->num_seqs);
-    if (!product_below(INDEX_END, a->num_seqs, heads, D * D))
-        REFUSE(KSEAL_OVERFLOW, "num_seqs is %lld; N * H * D * D must be below 2^31 (H is %d, D is %d)", (long long)a->num_seqs,
-               p->heads, D);
-    if (a->pool_rows >= INDEX_END)
-        REFUSE(KSEAL_OVERFLOW, "pool_rows is %lld; it must be below 2^31", (long long)a->pool_rows);
-    if (!product_below(INDEX_END, a->total_checkpoints, heads, D * D))
+static kseal_status check_checkpoints(const args_t *a, const struct problem *p) {
+    if (p->checkpoints ? a->checkpoint_every <= 0 || a->checkpoint_every % BLOCK != 0 : a->checkpoint_every != 0)
+        REFUSE(KSEAL_INVALID_ARGUMENT, "checkpoint_every is %d; it must be %s", a->checkpoint_every,
+               p->checkpoints ? "a positive multiple of 64, since config.checkpoints is 1"
+                              : "0, since config.checkpoints is 0");
+    if (p->checkpoints ? a->total_checkpoints < 0 : a->total_checkpoints != 0)
+        REFUSE(KSEAL_INVALID_ARGUMENT, "total_checkpoints is %lld; it must %s", (long long)a->total_checkpoints,
+               p->checkpoints ? "not be negative" : "be 0, since config.checkpoints is 0");
+    if (!product_below(INDEX_END, a->total_checkpoints, p->heads, D * D))
         REFUSE(KSEAL_OVERFLOW, "total_checkpoints is %lld; total_checkpoints * H * D * D must be below 2^31 (H is %d, D is %d)",
                (long long)a->total_checkpoints, p->heads, D);
+    return KSEAL_OK;
+}
+
+static kseal_status check_pool(const args_t *a, const struct problem *p) {
+    if (p->pooled ? a->pool_rows <= 0 : a->pool_rows != 0)
+        REFUSE(KSEAL_INVALID_ARGUMENT, "pool_rows is %lld; it must be %s", (long long)a->pool_rows,
+               p->pooled ? "positive, since config.pooled is 1" : "0, since config.pooled is 0");
+    if (a->pool_rows >= INDEX_END)
+        REFUSE(KSEAL_OVERFLOW, "pool_rows is %lld; it must be below 2^31", (long long)a->pool_rows);
+    return KSEAL_OK;
+}
+
+static kseal_status check_scale(const args_t *a) {
+    if (!isfinite(a->scale) || a->scale == 0.0f)
+        REFUSE(KSEAL_INVALID_ARGUMENT, "scale is %g; it must be finite and not 0", (double)a->scale);
     return KSEAL_OK;
 }
 
@@ -295,7 +299,7 @@ static kseal_status check_workspace(const args_t *a, uint64_t needed) {
     return KSEAL_OK;
 }
 
-/* Checks what sizes depend on, and fills in `p` but for the strides. */
+/* Checks what the workspace follows from, and fills in `p` but for states and strides. */
 static kseal_status size(const struct kseal_handle *handle, const args_t *a, struct problem *p) {
     const uint32_t *axes = handle->variant->axes;
     *p = (struct problem){
@@ -309,17 +313,29 @@ static kseal_status size(const struct kseal_handle *handle, const args_t *a, str
     };
     kseal_status status = check_heads(a);
     if (status == KSEAL_OK)
-        status = check_counts(a, p);
-    if (status == KSEAL_OK)
         status = check_sizes(a, p);
-    if (status == KSEAL_OK)
-        status = check_lengths(a);
     if (status == KSEAL_OK)
         status = cut(handle, a, p);
     p->seqs = (int32_t)a->num_seqs;
-    p->state_rows = (int32_t)(p->pooled ? a->pool_rows : a->num_seqs);
     if (status == KSEAL_OK)
         lay_out(handle, p);
+    return status;
+}
+
+/* Checks the rest. */
+static kseal_status validate(const args_t *a, struct problem *p) {
+    kseal_status status = check_scale(a);
+    if (status == KSEAL_OK)
+        status = check_checkpoints(a, p);
+    if (status == KSEAL_OK)
+        status = check_pool(a, p);
+    if (status == KSEAL_OK)
+        status = check_strides(a, p);
+    if (status == KSEAL_OK)
+        status = check_pointers(a, p);
+    if (status == KSEAL_OK)
+        status = check_workspace(a, p->at.end);
+    p->state_rows = (int32_t)(p->pooled ? a->pool_rows : a->num_seqs);
     return status;
 }
 
@@ -443,11 +459,7 @@ kseal_status kseal_gdn_prefill_cp_launch_run(const struct kseal_handle *handle, 
         return status;
     status = size(handle, args, &p);
     if (status == KSEAL_OK)
-        status = check_strides(args, &p);
-    if (status == KSEAL_OK)
-        status = check_pointers(args, &p);
-    if (status == KSEAL_OK)
-        status = check_workspace(args, p.at.end);
+        status = validate(args, &p);
     if (status == KSEAL_OK)
         status = kseal_handle_check_device(handle);
     return status == KSEAL_OK ? launch(handle, &p) : status;

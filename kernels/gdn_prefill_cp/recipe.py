@@ -1,12 +1,15 @@
 """How context-parallel GDN prefill is compiled: one host function that launches upstream's kernels, one after the other.
 
-Upstream launches four kernels from Python, each compiled apart. Here they are one module: ``Pipeline`` takes the tensors once,
-calls upstream's classes, and picks the fixup kernel by the number of heads, as upstream's Python does. Before them goes a kernel
-of ours that copies the states a run starts from (see ``GatherStates``).
+Upstream launches four kernels from Python, each compiled apart. Here they are one module: ``Pipeline`` takes the tensors
+once, calls upstream's classes, and picks the fixup kernel by the number of heads, as upstream's Python does. Before them
+goes a kernel of ours that copies the states a run starts from (see ``GatherStates``).
 
-The tensor layouts here and the argument list in ``launch.c`` are two sides of one thing: what is dynamic here (``sym_*``) is a
-field of the structs there, in this order.
+The tensor layouts here and the argument list in ``launch.c`` are two sides of one thing: what is dynamic here (``sym_*``)
+is a field of the structs there, in this order.
 """
+
+# CuTe DSL has no types, its decorators neither; and it reads annotations as objects, so they are not postponed here.
+# mypy: disable-error-code="untyped-decorator"
 
 import inspect
 import math
@@ -46,8 +49,8 @@ INNER_STRIDES = {"hvk": (D * D, D, 1), "hkv": (D * D, 1, D)}
 class GatherStates:
     """Copies the initial states to packed float32 [N, H, V, K]: zeros where the row is negative.
 
-    Where a caller updates a pool in place, the last chunk of a sequence writes the row that its first chunk reads, in one launch
-    and in no order. What is read is the copy.
+    Where a caller updates a pool in place, the last chunk of a sequence writes the row that its first chunk reads, in one
+    launch and in no order. What is read is the copy.
     """
 
     @cute.jit
@@ -59,13 +62,13 @@ class GatherStates:
         num_heads: cutlass.Int32,
         num_seqs: cutlass.Int32,
         stream: driver.CUstream,
-    ):
+    ) -> None:
         self.kernel(g_states, g_rows, g_packed).launch(
             grid=(num_heads, num_seqs, D // GATHER_ROWS), block=(GATHER_THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, g_states: cute.Tensor, g_rows: cute.Tensor, g_packed: cute.Tensor):
+    def kernel(self, g_states: cute.Tensor, g_rows: cute.Tensor, g_packed: cute.Tensor) -> None:
         thread, _, _ = cute.arch.thread_idx()
         head, seq, part = cute.arch.block_idx()
         row = seq
@@ -86,22 +89,25 @@ def tiles(data: Any, rows: int, num_heads: Any, count: Any) -> Any:
     """[rows, rows, H, count], the second mode contiguous: what upstream makes of a flat workspace."""
     size = rows * rows
     stride = cute.assume(cutlass.Int64(num_heads) * size, divby=size)
-    return cute.make_tensor(data.iterator, cute.make_layout((rows, rows, num_heads, count), stride=(rows, 1, size, stride)))
+    return cute.make_tensor(
+        data.iterator, cute.make_layout((rows, rows, num_heads, count), stride=(rows, 1, size, stride))
+    )
 
 
 def states(data: Any, num_seqs: Any, num_heads: Any) -> Any:
     """[N, H, V, K], packed."""
     stride = cute.assume(cutlass.Int64(num_heads) * (D * D), divby=D * D)
-    return cute.make_tensor(data.iterator, cute.make_layout((num_seqs, num_heads, D, D), stride=(stride, D * D, D, 1)))
+    return cute.make_tensor(
+        data.iterator, cute.make_layout((num_seqs, num_heads, D, D), stride=(stride, D * D, D, 1))
+    )
 
 
-def fixup(kernel: Any, transfer: Any, added: Any, initial: Any, *rest: Any) -> None:
+def fixup(kernel: Any, transfer: Any, added: Any, initial: Any, fixed: Any, *rest: Any) -> None:
     """Calls a fixup kernel of either class; those of SM120 can also write states, which upstream never asks of them."""
     if "g_output_state_t" in inspect.signature(kernel.__call__).parameters:
-        fixed, *rest = rest
         kernel(transfer, added, initial, None, fixed, None, None, *rest)
     else:
-        kernel(transfer, added, initial, None, *rest)
+        kernel(transfer, added, initial, None, fixed, *rest)
 
 
 @dataclass(repr=False)
@@ -158,7 +164,7 @@ class Pipeline:
         total_checkpoints: cutlass.Int32,
         checkpoint_every: cutlass.Int32,
         stream: driver.CUstream,
-    ):
+    ) -> None:
         initial = None
         if cutlass.const_expr(self.gather is not None):
             initial = states(gathered, num_seqs, num_heads)
@@ -166,13 +172,27 @@ class Pipeline:
 
         heads = num_k_heads, num_v_heads, num_heads
         t_tiles = tiles(t, BLOCK, num_heads, t_blocks)
-        self.t_precompute(k, beta, t, cu_seqlens, num_k_heads, num_heads, t_blocks, max_t_blocks, num_seqs, stream)
+        self.t_precompute(
+            k, beta, t, cu_seqlens, num_k_heads, num_heads, t_blocks, max_t_blocks, num_seqs, stream
+        )
         self.mn_precompute(
-            k, v, t_tiles, alpha, transfer, added, cu_seqlens, chunk_len, *heads, chunks, max_chunks, num_seqs, stream
+            k,
+            v,
+            t_tiles,
+            alpha,
+            transfer,
+            added,
+            cu_seqlens,
+            chunk_len,
+            *heads,
+            chunks,
+            max_chunks,
+            num_seqs,
+            stream,
         )
 
-        scan = (tiles(transfer, D, num_heads, chunks), tiles(added, D, num_heads, chunks), initial)
-        scan += (fixed, cu_seqlens, chunk_len, chunks, num_seqs, num_heads, stream)
+        summaries = tiles(transfer, D, num_heads, chunks), tiles(added, D, num_heads, chunks)
+        scan = *summaries, initial, fixed, cu_seqlens, chunk_len, chunks, num_seqs, num_heads, stream
         if num_heads <= SIMT4_HEADS:
             fixup(self.fixups[0], *scan)
         elif num_heads <= SIMT8_HEADS:
@@ -238,7 +258,10 @@ def state(axes: Mapping[str, Any]) -> Any:
 
 def pipeline(upstream_class: Any, axes: Mapping[str, Any]) -> Pipeline:
     """The kernels of a variant, from the module of the prefill class."""
-    module, sm = sys.modules[upstream_class.__module__], upstream_class.__name__.removeprefix("CPDeltaRulePrefill")
+    module, sm = (
+        sys.modules[upstream_class.__module__],
+        upstream_class.__name__.removeprefix("CPDeltaRulePrefill"),
+    )
     dtype, state_dtype, init = CUTLASS[axes["dtype"]], CUTLASS[axes["state_dtype"]], axes["initial_state"]
     simt = getattr(module, f"CPDeltaRuleFixupSimt{sm}")
     return Pipeline(
@@ -262,7 +285,9 @@ def pipeline(upstream_class: Any, axes: Mapping[str, Any]) -> Pipeline:
     )
 
 
-def context_parallel(upstream_class: Any, axes: Mapping[str, Any], cls: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+def context_parallel(
+    upstream_class: Any, axes: Mapping[str, Any], cls: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...]]:
     """SM90 and SM120 classes."""
     dtype = CUTLASS[axes["dtype"]]
     pooled, init, ckpt = axes["pooled"], axes["initial_state"], axes["checkpoints"]

@@ -29,9 +29,9 @@ def in_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [T, H, D] and final states [N, H, V, K]; arguments as of ``gated_delta_rule``, states [N, H, V, K].
 
-    A chunk acts on the state before it as S M + N: M, [K, K], is the product of its tokens' alpha (I - beta k k^T), and N, [V, K],
-    is the state it makes of zeros. Chunks do not wait for each other for those. A scan gives the state before each, and each can
-    then go through its tokens by itself.
+    A chunk acts on the state before it as S M + N: M, [K, K], is the product of its tokens' alpha (I - beta k k^T), and N,
+    [V, K], is the state it makes of zeros. Chunks do not wait for each other for those. A scan gives the state before each,
+    and each can then go through its tokens by itself.
     """
     heads, start = max(q.shape[1], v.shape[1]), 0
     q, k, v = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k, v))
@@ -41,7 +41,9 @@ def in_chunks(
         state = v.new_zeros((heads, v.shape[2], k.shape[2]))
         if initial_state is not None:
             state = state + initial_state[index].double()
-        chunks = [range(at, min(at + chunk_len, start + length)) for at in range(start, start + length, chunk_len)]
+        chunks = [
+            range(at, min(at + chunk_len, start + length)) for at in range(start, start + length, chunk_len)
+        ]
         summaries = [_summary(k, v, alpha, beta, chunk) for chunk in chunks]
         for chunk, (transfer, added) in zip(chunks, summaries, strict=True):
             outputs[chunk.start : chunk.stop] = _outputs(q, k, v, alpha, beta, chunk, state) * scale

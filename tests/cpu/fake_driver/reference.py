@@ -42,6 +42,12 @@ def masked(launch: Mapping[str, Any], masks: list[bytes]) -> dict[str, Any]:
     return {**launch, "params": [p.hex() for p in params]}
 
 
+def _set_by_both(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[bytes]:
+    """255 for each byte of the parameters that is the same in two launches."""
+    pairs = zip(params_of(one), params_of(two), strict=True)
+    return [bytes(255 * (a == b) for a, b in zip(p, q, strict=True)) for p, q in pairs]
+
+
 class Reference:
     """One host object, loaded."""
 
@@ -77,10 +83,17 @@ class Reference:
     def launch(
         self, gpu: FakeGpu, values: Mapping[str, Tensor | Scalar]
     ) -> tuple[dict[str, Any], list[bytes]]:
+        """What ``launches`` gives, of a host function that launches once."""
+        (only,) = self.launches(gpu, values)
+        return only
+
+    def launches(
+        self, gpu: FakeGpu, values: Mapping[str, Tensor | Scalar]
+    ) -> list[tuple[dict[str, Any], list[bytes]]]:
         """Call the host function with arguments by CuTe's names, in the order and the structs of CuTe's header.
 
         Returns:
-            The recorded launch, and a mask for each parameter: 0 for bytes that the host code leaves unset
+            Each recorded launch, and a mask for each of its parameters: 0 for bytes that the host code leaves unset
             (padding, and the unused half of a tensor map), which are whatever was on its stack.
         """
         keep: list[Any] = []
@@ -94,13 +107,13 @@ class Reference:
                 keep.append(self._tensor(value))
         result = self.ffi.new("int32_t *", -1)
         pointers = self.ffi.new("void *[]", [*keep, result])
+        before = len(gpu.log("launch"))
         for byte in (0x55, 0xAA):
             gpu.call_over(byte, self.ffi.addressof(self.c, self.entry), pointers)
             assert result[0] == 0
-        one, two = gpu.log("launch")[-2:]
-        pairs = zip(params_of(one), params_of(two), strict=True)
-        masks = [bytes(255 * (a == b) for a, b in zip(p, q, strict=True)) for p, q in pairs]
-        return one, masks
+        found = gpu.log("launch")[before:]
+        half = len(found) // 2
+        return [(one, _set_by_both(one, two)) for one, two in zip(found[:half], found[half:], strict=True)]
 
     def _scalar(self, value: Scalar) -> Any:
         return self.ffi.cast("void *", int(value.value)) if value.ctype == "void *" else value.value

@@ -1,0 +1,230 @@
+"""``cp_delta_rule`` for torch, with the arguments of FlashInfer's ``cp_delta_rule_dsl_sm90`` and
+``cp_delta_rule_dsl_sm120``, and ``should_use_cp``, upstream's rule for when to call it.
+
+Say once which bundle serves a device, then call::
+
+    use_bundle(open_bundle("dist/sm_90a-linux-x86_64"))
+    if should_use_cp(num_seqs * num_heads, sm_count, torch.cuda.get_device_name()):
+        cp_delta_rule(o, state, q, k, v, alpha, beta, cu_seqlens, scale, initial_state=s, max_seqlen=longest)
+
+Every call that upstream serves and this does not raises an error of ``kernseal.loader.errors``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from kernseal.loader import serving
+from kernseal.loader.addresses import dtype_name
+from kernseal.loader.errors import InvalidArgument, Unsupported
+from kernseal.loader.op import Op
+from kernseal.loader.serving import served_by, use_bundle
+
+__all__ = ["REPLACES", "cp_delta_rule", "prepare", "should_use_cp", "use_bundle"]
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_STATE_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_INDEX_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
+_GDDR = ("geforce", "rtx", "workstation")
+_GRANULARITY = 512
+
+
+def should_use_cp(parallel_work: int, num_sms: int, device_name: str) -> bool:
+    """Whether upstream's ``use_cp="auto"`` cuts sequences into chunks, on SM90 and SM120: where the kernel that does not
+    would leave half of the SMs idle (two thirds on a device with GDDR memory). Lengths play no part.
+
+    Args:
+        parallel_work: thread blocks of that kernel: sequences * max(q heads, v heads).
+        num_sms: of the device.
+        device_name: as the driver says it. Names with "GeForce", "RTX" or "Workstation" count as GDDR.
+    """
+    share = 3 if any(word in device_name.lower() for word in _GDDR) else 2
+    return parallel_work * share < num_sms
+
+
+def prepare(device: int | None = None, **axes: Any) -> Op:
+    """Prepare a variant ahead of the first call, for instance before a graph is captured.
+
+    Args:
+        device: the ordinal; None is torch's current device.
+        axes: as for ``Bundle.prepare``.
+
+    Raises:
+        NotPrepared: no bundle serves the device.
+        KernsealError: see ``Bundle.prepare``.
+    """
+    return serving.prepare("gdn_prefill_cp", device, **axes)
+
+
+def cp_delta_rule(
+    o: torch.Tensor,
+    state: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    *,
+    initial_state: torch.Tensor | None = None,
+    state_indices: torch.Tensor | None = None,
+    state_checkpoints: torch.Tensor | None = None,
+    checkpoint_cu_starts: torch.Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
+    max_seqlen: int | None = None,
+    cp_chunk_len: int | None = None,
+    cp_chunk_len_granularity: int = _GRANULARITY,
+) -> None:
+    """Gated delta rule over few long packed sequences, on torch's current stream.
+
+    A variant is prepared at its first use on a device. The workspace comes from torch's allocator.
+
+    Args:
+        o: [T, H, 128], written; H is max(Hq, Hv).
+        state: final states, [N or rows, H, V, K], written; None for none. Laid out like ``initial_state``, of its type.
+        q: [T, Hq, 128], bfloat16 or float16; a token slice of a wider tensor will do.
+        k: [T, Hk, 128], likewise.
+        v: [T, Hv, 128], likewise.
+        alpha: [T, H] float32, the LINEAR decay exp(log gate).
+        beta: [T, H] float32.
+        cu_seqlens: [N + 1] int32 or int64.
+        scale: multiplies the output.
+        initial_state: [N or rows, H, V, K], float32 or bfloat16, contiguous (HVK) or the transposed view of a contiguous
+            [.., K, V] tensor (HKV); None is zeros.
+        state_indices: [N], the rows to read and write; negative: read zeros, write nothing.
+        state_checkpoints: [count, H, V, K], of the state's type, written.
+        checkpoint_cu_starts: [N + 1], running counts of seq_len // checkpoint_every_n_tokens.
+        checkpoint_every_n_tokens: 0, or a multiple of 64.
+        max_seqlen: at least the longest sequence; None is T, which launches idle thread blocks where there are several.
+        cp_chunk_len: tokens of a chunk, a multiple of 64; None is upstream's choice.
+        cp_chunk_len_granularity: 512.
+
+    Raises:
+        Unsupported: an argument asks for what these kernels do not do, or the bundle lacks the variant.
+        InvalidArgument: a tensor's device, type, shape or strides do not fit.
+        Capturing: under graph capture before the variant was prepared.
+        NotPrepared: no bundle serves the device; see ``use_bundle``.
+    """
+    if cp_chunk_len_granularity != _GRANULARITY:
+        raise Unsupported(
+            f"cp_chunk_len_granularity: {cp_chunk_len_granularity}; supported: {_GRANULARITY}, or pass cp_chunk_len"
+        )
+    num_seqs = cu_seqlens.shape[0] - 1
+    with torch.cuda.device(q.device):
+        made = _states(
+            initial_state, state, state_indices, (num_seqs, o.shape[1], q.shape[2], q.shape[2]), cu_seqlens
+        )
+        op = _op(
+            q.get_device(),
+            dtype=dtype_name(_DTYPES, "q", q.dtype),
+            state_dtype=dtype_name(_STATE_DTYPES, "state", made.final.dtype),
+            state_layout="hkv" if made.transposed else "hvk",
+            index_dtype=dtype_name(_INDEX_DTYPES, "cu_seqlens", cu_seqlens.dtype),
+            initial_state=made.initial is not None,
+            pooled=made.read_rows is not None,
+            checkpoints=checkpoint_every_n_tokens > 0,
+        )
+        cut = {"max_seqlen": max_seqlen or 0, "chunk_len": cp_chunk_len or 0}
+        op.run(
+            q=q,
+            k=k,
+            v=v,
+            o=o,
+            alpha=alpha,
+            beta=beta,
+            initial_state=made.initial,
+            final_state=made.final,
+            cu_seqlens=cu_seqlens,
+            state_indices=made.read_rows,
+            output_state_indices=made.write_rows,
+            checkpoints=state_checkpoints,
+            checkpoint_cu_starts=checkpoint_cu_starts,
+            checkpoint_every=checkpoint_every_n_tokens,
+            scale=scale,
+            workspace=_workspace(op, q, k, v, cu_seqlens, cut),
+            stream=torch.cuda.current_stream().cuda_stream,
+            **cut,
+        )
+
+
+REPLACES = {
+    place: {"cp_delta_rule_dsl_sm90": cp_delta_rule, "cp_delta_rule_dsl_sm120": cp_delta_rule}
+    for place in ("flashinfer.gdn_prefill", "flashinfer.gdn_kernels.delta_rule_dsl")
+}
+"""What stands where in FlashInfer; see ``kernseal.loader.flashinfer``."""
+
+
+class _States(NamedTuple):
+    """The states of a call in memory order."""
+
+    initial: torch.Tensor | None
+    final: torch.Tensor
+    transposed: bool
+    read_rows: torch.Tensor | None = None
+    write_rows: torch.Tensor | None = None
+
+
+def _states(
+    initial: torch.Tensor | None,
+    final: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    shape: tuple[int, ...],
+    cu_seqlens: torch.Tensor,
+) -> _States:
+    given = [(name, one) for name, one in (("initial_state", initial), ("state", final)) if one is not None]
+    orders = {_transposed(name, one) for name, one in given}
+    if len(orders) > 1:
+        raise Unsupported("state: its memory order must be that of initial_state")
+    if len({one.dtype for _, one in given}) > 1:
+        raise Unsupported("state: its type must be that of initial_state")
+    transposed = orders == {True}
+    if transposed:
+        initial, final = (None if one is None else one.transpose(-1, -2) for one in (initial, final))
+    source, target = final if initial is None else initial, initial if final is None else final
+    if rows is None or source is None or target is None:
+        if final is None:  # the kernels always write it
+            dtype = torch.float32 if initial is None else initial.dtype
+            final = torch.empty(shape, dtype=dtype, device=cu_seqlens.device)
+        return _States(initial, final, transposed)
+    # The pool that is missing is replaced by the one that is there, at rows that are not read or not written.
+    rows = rows.to(cu_seqlens.dtype)
+    nowhere = torch.full_like(rows, -1)
+    read, write = nowhere if initial is None else rows, nowhere if final is None else rows
+    return _States(source, target, transposed, read, write)
+
+
+def _transposed(name: str, state: torch.Tensor) -> bool:
+    if state.ndim != 4:
+        raise InvalidArgument(f"{name}: shape {tuple(state.shape)}; expected [N or rows, H, V, K]")
+    if state.stride(-1) == 1:
+        return False
+    if state.stride(-2) == 1:
+        return True
+    raise Unsupported(f"{name}: strides {state.stride()}; V or K must be contiguous")
+
+
+def _workspace(
+    op: Op, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, cut: dict[str, int]
+) -> torch.Tensor:
+    size = op.workspace_size(
+        num_q_heads=q.shape[1],
+        num_k_heads=k.shape[1],
+        num_v_heads=v.shape[1],
+        head_dim=q.shape[2],
+        total_tokens=q.shape[0],
+        num_seqs=cu_seqlens.shape[0] - 1,
+        **cut,
+    )
+    return torch.empty(size, dtype=torch.uint8, device=q.device)
+
+
+def _op(device: int, **axes: Any) -> Op:
+    served = served_by(device)
+    ops, key = served.ops["gdn_prefill_cp"], tuple(axes.values())
+    op = ops.get(key)
+    if op is None:
+        op = ops[key] = served.prepare("gdn_prefill_cp", **axes)
+    return op
