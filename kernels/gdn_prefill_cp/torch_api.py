@@ -151,8 +151,8 @@ def cp_delta_rule(
 
 
 REPLACES = {
-    place: {"cp_delta_rule_dsl_sm90": cp_delta_rule, "cp_delta_rule_dsl_sm120": cp_delta_rule}
-    for place in ("flashinfer.gdn_prefill", "flashinfer.gdn_kernels.delta_rule_dsl")
+    f"flashinfer.gdn_kernels.delta_rule_dsl.delta_rule_cp_{sm}": {f"cp_delta_rule_dsl_{sm}": cp_delta_rule}
+    for sm in ("sm90", "sm120")
 }
 """What stands where in FlashInfer; see ``kernseal.loader.flashinfer``."""
 

@@ -42,7 +42,7 @@ def test_the_signature_is_upstreams(module: str) -> None:
     defaults = [ast.unparse(d) for d in arguments.kw_defaults if d is not None]
     assert defaults == ["None"] * 4 + ["0", "None", "None", "CP_CHUNK_LEN_GRANULARITY"]
     assert [p.default for p in ours if p.kind is p.KEYWORD_ONLY] == [None] * 4 + [0, None, None, 512]
-    assert all(functions[name] is cp_delta_rule for functions in REPLACES.values())
+    assert REPLACES[f"flashinfer.gdn_kernels.delta_rule_dsl.{module}"] == {name: cp_delta_rule}
 
 
 def test_states_that_are_not_there_are_made() -> None:
