@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs the GPU, in order: tests, compute-sanitizer, benchmark. Reports go to $OUT, or build/gpu.
-# Steps can be named: run_all.sh [tests] [sanitizer] [sanitizer_xqa] [sanitizer_mla] [bench] [bench_xqa]. KERNSEAL_COMMIT and KERNSEAL_DIRTY=0|1 say what is being
+# Steps can be named: run_all.sh [tests] [sanitizer] [sanitizer_xqa] [sanitizer_mla] [sanitizer_cp] [bench] [bench_xqa] [bench_cp]. KERNSEAL_COMMIT and KERNSEAL_DIRTY=0|1 say what is being
 # measured where there is no git; KERNSEAL_TRUST_KEY names a public key to trust besides the committed pins.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
@@ -8,7 +8,7 @@ out=${OUT:-build/gpu}
 mkdir -p "$out"
 python=${PYTHON:-python3}
 export PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-steps=${*:-tests sanitizer sanitizer_xqa sanitizer_mla bench bench_xqa}
+steps=${*:-tests sanitizer sanitizer_xqa sanitizer_mla sanitizer_cp bench bench_xqa bench_cp}
 failed=0
 
 run_tests() {
@@ -45,6 +45,13 @@ run_sanitizer() { sanitize sanitizer gpu.sanitize sm90 sm120_on_sm90; }
 run_sanitizer_xqa() { sanitize sanitizer_xqa gpu.sanitize_xqa sm90 sm120_on_sm90 sm90_more sm120_on_sm90_more; }
 
 run_sanitizer_mla() { sanitize sanitizer_mla gpu.sanitize_xqa_mla sm120_on_sm90 sm120_on_sm90_more; }
+
+run_sanitizer_cp() { sanitize sanitizer_cp gpu.sanitize_gdn_cp sm90 sm120_on_sm90; }
+
+run_bench_cp() {
+    "$python" -m gpu.bench_gdn_prefill_cp --json "$out/bench_cp.json" ${BENCH_ARGS:-} 2>&1 | tee "$out/bench_cp.log"
+    return "${PIPESTATUS[0]}"
+}
 
 run_bench_xqa() {
     "$python" -m gpu.bench_xqa_decode --json "$out/bench_xqa.json" ${BENCH_ARGS:-} 2>&1 | tee "$out/bench_xqa.log"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 # One cudaMalloc per tensor: an access past the end of one must not land in another.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -29,6 +30,7 @@ from gpu.problems import (
 
 from kernseal.kernels.gdn_prefill.reference import gated_delta_rule
 from kernseal.loader.bundle import Bundle
+from kernseal.loader.op import load_spec
 
 PARTIAL = (65, 0, 1, 64, 100)
 SMALL = (4, 4, 8)
@@ -60,14 +62,17 @@ def unwritten(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-def call(bundle: Bundle, case: Case) -> tuple[float, float]:
-    """Run one case; return the errors of output and state."""
+def call(bundle: Bundle, case: Case, name: str = "gdn_prefill", **more: int) -> tuple[float, float]:
+    """Run one case on ``name``, or another op that takes what it takes and ``more``; return the errors of output and
+    state."""
     x = make_inputs(case, "cpu")
     heads, n, state_dtype = case.out_heads, len(case.lengths), DTYPES[case.state_dtype]
     gates = {"alpha": x.alpha if case.alpha else None, "beta": x.beta if case.beta else None}
-    op = bundle.prepare("gdn_prefill", device=0, **case.axes)
-    args = {name: upload(getattr(x, name)) for name in ("q", "k", "v")}
+    known = load_spec(name).config_defaults
+    op = bundle.prepare(name, device=0, **{axis: value for axis, value in case.axes.items() if axis in known})
+    args: dict[str, Any] = {name: upload(getattr(x, name)) for name in ("q", "k", "v")}
     args |= {name: upload(gate) for name, gate in gates.items() if gate is not None}
+    args |= more
     # The output leaves by bulk tensor stores, which initcheck does not follow: it would call every byte of it unwritten.
     blank = torch.full((case.tokens, heads, D), float("nan"), dtype=DTYPES[case.dtype])
     args |= {"o": upload(blank), "scale": SCALE}
@@ -107,12 +112,16 @@ def call(bundle: Bundle, case: Case) -> tuple[float, float]:
     return relative_error(args["o"].cpu(), want.output), relative_error(state, want.final_state)
 
 
+def check(bundle: Bundle, case: Case, *op: str, **more: int) -> None:
+    errors = call(bundle, case, *op, **more)
+    if not all(error <= LIMIT for error in errors):  # NaN is wrong too
+        raise SystemExit(f"wrong result {errors}: {case} {more}")
+
+
 def main() -> None:
     with open_by_name(sys.argv[1]) as bundle:
         for case in CASES:
-            errors = call(bundle, case)
-            if not all(error <= LIMIT for error in errors):  # NaN is wrong too
-                raise SystemExit(f"wrong result {errors}: {case}")
+            check(bundle, case)
         torch.cuda.synchronize()
     print(f"{len(CASES)} calls, all as the oracle has them")
 

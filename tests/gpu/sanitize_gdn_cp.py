@@ -1,0 +1,42 @@
+"""Small context-parallel GDN prefill calls for compute-sanitizer: ``compute-sanitizer --tool memcheck python -m
+gpu.sanitize_gdn_cp sm90``; see ``gpu.sanitize``. Chunks of 64 and 128 tokens, and each of the three fixup kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from gpu.bundles import open_by_name
+from gpu.problems import Case
+from gpu.sanitize import PARTIAL, SMALL, check
+
+LONG = (200, 0, 1, 64, 129)
+CASES = [
+    *(Case(lengths=lengths, heads=SMALL) for lengths in (PARTIAL, LONG, (129,), (1,), (0, 0))),
+    Case(lengths=LONG, heads=(8, 8, 16)),
+    Case(lengths=LONG, heads=(4, 4, 20)),
+    Case(lengths=(0, 0), heads=(4, 4, 20)),
+    Case(lengths=LONG, heads=(8, 2, 2), initial_state=False),
+    Case(lengths=LONG, heads=(4, 4, 20), initial_state=False),
+    Case(lengths=LONG, heads=SMALL, state_layout="hkv"),
+    Case(lengths=LONG, heads=SMALL, pooled=True),
+    Case(lengths=LONG, heads=SMALL, pooled=True, state_layout="hkv"),
+    Case(lengths=LONG, heads=SMALL, pooled=True, state_dtype="bf16"),
+    Case(lengths=LONG, heads=SMALL, pooled=True, index_dtype="i32"),
+    Case(lengths=LONG, heads=SMALL, checkpoint_every=64),
+    Case(lengths=LONG, heads=SMALL, dtype="f16"),
+]
+
+
+def main() -> None:
+    with open_by_name(sys.argv[1]) as bundle:
+        for case in CASES:
+            for chunk_len in (64, 128):
+                check(bundle, case, "gdn_prefill_cp", chunk_len=chunk_len)
+        torch.cuda.synchronize()
+    print(f"{2 * len(CASES)} calls, all as the oracle has them")
+
+
+if __name__ == "__main__":
+    main()
