@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import random
 import re
 import struct
@@ -10,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cpu.fake_driver.gdn_cp import ALIGN, OP, Call, D, axes_of, library_of, random_call, upstream_rules
+from cpu.fake_driver.gdn_cp import (
+    ALIGN,
+    OP,
+    Call,
+    D,
+    axes_of,
+    library_of,
+    random_call,
+    upstream_rules,
+    upstream_text,
+)
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
 from cpu.fake_driver.kernseal_library import Kernseal, build_library
@@ -143,6 +155,61 @@ def expected_grids(c: Call, cut: Mapping[str, int]) -> list[tuple[str, list[int]
     ]
 
 
+@functools.cache
+def parameters(module: str, word: str) -> tuple[str, ...]:
+    """Names of what upstream's kernel takes, in order."""
+    (body,) = (
+        node.body
+        for node in ast.parse(upstream_text(module)).body
+        if isinstance(node, ast.ClassDef) and node.name.startswith(f"CPDeltaRule{word}Sm")
+    )
+    (kernel,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == "kernel")
+    return tuple(a.arg for a in kernel.args.args[1:])
+
+
+def expected_starts(word: str, module: str, c: Call, cut: Mapping[str, int]) -> list[tuple[str, bytes]]:
+    """Each parameter's name in upstream's kernel and how it starts: a number, or the address of a tensor or a tensor map. No
+    bytes where a parameter is about extents only. What the variant lacks is not passed."""
+    base, h, axes = c["workspace"], c.heads, c.axes
+    scratch = {name: base + cut[name] for name in ("t", "transfer", "added", "fixed", "gathered")}
+    checkpoints = c["total_checkpoints"] if axes["checkpoints"] else 1
+    numbers = {name: c[name] for name in ("num_q_heads", "num_k_heads", "num_v_heads", "num_seqs")}
+    numbers |= {
+        "num_sab_heads": h,
+        "num_heads": h,
+        "chunk_len": cut["chunk_len"],
+        "total_checkpoints": checkpoints,
+    }
+    numbers |= {"total_t_blocks": cut["t_blocks"], "total_cp_chunks": cut["chunks"]}
+    numbers |= {"checkpoint_every_n_tokens": c["checkpoint_every"]}
+    at = {f"tma_atom_{name}": c[name] or base for name in ("q", "k", "v", "o")}
+    at |= {"tma_atom_t": scratch["t"], "tma_atom_m": scratch["transfer"], "tma_atom_n": scratch["added"]}
+    at |= {"g_t": scratch["t"], "g_transfer_t": scratch["transfer"], "g_local_state_t": scratch["added"]}
+    at |= {"g_fixed_state": scratch["fixed"], "g_fixed_state_t": scratch["fixed"], "g_tensormaps": base}
+    at |= {"g_state": c["final_state"], "g_state_t": scratch["added"]}
+    at |= {"g_alpha": c["alpha"] or base, "g_beta": c["beta"] or base}
+    at |= dict.fromkeys(("cu_seqlens", "g_cu_seqlens"), c["cu_seqlens"])
+    if axes["initial_state"]:
+        at |= dict.fromkeys(("g_initial_state", "g_initial_state_t"), scratch["gathered"])
+    if axes["pooled"]:
+        at["g_state_indices"] = c["output_state_indices"] or c["state_indices"]
+    if axes["checkpoints"]:
+        at |= {
+            "g_state_checkpoints": c["checkpoints"] or base,
+            "checkpoint_cu_starts": c["checkpoint_cu_starts"],
+        }
+    if word == "GatherStates":
+        rows = [("g_rows", struct.pack("<Q", c["state_indices"]))] if axes["pooled"] else []
+        first, last = (struct.pack("<Q", a) for a in (c["initial_state"], scratch["gathered"]))
+        return [("g_states", first), *rows, ("g_packed", last)]
+    known = {"scale": struct.pack("<f", c["scale"])}
+    known |= {name: struct.pack("<i", value) for name, value in numbers.items()}
+    known |= {name: struct.pack("<Q", value) for name, value in at.items()}
+    names = parameters(module, word)
+    extents = {name: b"" for name in names if name.startswith("tma_tensor_")}
+    return [(name, (known | extents)[name]) for name in names if name in known or name in extents]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("sm", "capability", "device", "changes"), VARIANTS, ids=lambda v: str(v))
 def test_our_launches_are_cutes_launches(
@@ -190,6 +257,11 @@ def test_our_launches_are_cutes_launches(
             masks = set_bytes(params_of(wanted), masks, arguments)
             assert masked(launch, masks) == masked(wanted, masks), f"case {case}: {call}"
             assert word in launch["kernel"] and launch["grid"] == grid, f"case {case}: {call}"
+            starts = expected_starts(word, f"delta_rule_cp_{made.variant.class_name}", call, cut)
+            given = params_of(launch)
+            assert len(given) == len(starts)
+            for param, (name, start) in zip(given, starts, strict=True):
+                assert param.startswith(start), f"case {case}: {word}, {name}: {call}"
             assert launch["smem"] == smem[launch["kernel"]]
             seen.add(launch["kernel"])
     assert seen == set(smem), "kernels that no case launches"
