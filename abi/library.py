@@ -84,13 +84,13 @@ def compute_capability(sm: str) -> tuple[int, int]:
 
 def core_sources() -> list[Path]:
     """Every C file but kseal_variants.c, in a fixed order."""
-    launch = sorted(path.parent / "launch.c" for path in KERNELS_DIR.glob("*/kernel.yaml"))
-    return [*sorted((ABI_DIR / "core").glob("*.c")), ABI_DIR / "generated" / "kernseal_ops.c", *launch]
+    ops = sorted(source for path in KERNELS_DIR.glob("*/kernel.yaml") for source in path.parent.glob("*.c"))
+    return [*sorted((ABI_DIR / "core").glob("*.c")), ABI_DIR / "generated" / "kernseal_ops.c", *ops]
 
 
 def include_dirs() -> list[Path]:
-    """Folders for ``-I``."""
-    return [ABI_DIR / "core", ABI_DIR / "generated"]
+    """Folders for ``-I``; an op includes its own headers, and other ops', as ``<op>/<name>.h``."""
+    return [ABI_DIR / "core", ABI_DIR / "generated", KERNELS_DIR]
 
 
 def version_script() -> Path:

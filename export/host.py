@@ -63,7 +63,7 @@ def link(
     # Private copies under fixed names: no path of this machine reaches the compiler.
     includes = []
     for index, folder in enumerate(library.include_dirs()):
-        shutil.copytree(folder, work / f"include{index}", ignore=shutil.ignore_patterns("*.c"))
+        shutil.copytree(folder, work / f"include{index}", ignore=_all_but_headers)
         includes.append(f"-Iinclude{index}")
     units = []
     for index, source in enumerate(sources):
@@ -80,6 +80,10 @@ def link(
     if done.returncode:
         raise BuildFailed(f"zig cc for {target.folder}: {done.stderr.strip()[-3000:]}")
     return (work / NAME).read_bytes()
+
+
+def _all_but_headers(folder: str, names: list[str]) -> set[str]:
+    return {name for name in names if not name.endswith(".h") and not Path(folder, name).is_dir()}
 
 
 def _environment(work: Path) -> dict[str, str]:
