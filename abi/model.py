@@ -145,6 +145,7 @@ class Op:
     args: Struct
     config_fields: tuple[tuple[str, str | None], ...]
     classes: tuple[OpClass, ...]
+    chosen: tuple[str, ...]
     excludes: tuple[Exclude, ...]
     limits: Mapping[str, int]
     functions: tuple[Function, ...]
@@ -296,7 +297,7 @@ def _function(spec: Mapping[str, Any], names: Mapping[str, str], status: Enum) -
         name=spec["name"].format(**names),
         returns=SCALARS[spec["returns"]],
         params=tuple(Param(p["name"], _param_type(p["type"], names)) for p in spec["params"]),
-        doc=spec["doc"],
+        doc=spec["doc"].format(**names) if "needs" in spec else spec["doc"],
         lifetimes=spec["lifetimes"].format(**names),
         threads=spec["threads"],
         streams=spec["streams"],
@@ -365,7 +366,11 @@ def _op(
         else f
         for f in spec["abi"]["config"]
     ]
-    arg_names = [f["name"] for f in spec["abi"]["args"]]
+    chosen = tuple(spec["abi"].get("choose", ()))
+    if unknown := [axis for axis in chosen if axis not in by_name]:
+        raise ValueError(f"{name}: abi.choose: {', '.join(unknown)}: no such axis")
+    has = [*(f["name"] for f in spec["abi"]["args"]), *(["choose"] if chosen else [])]
+    names = {"op": name, "chosen": ", ".join(chosen)}
     return Op(
         name=name,
         summary=spec["summary"],
@@ -375,9 +380,10 @@ def _op(
         args=_struct(f"kseal_{name}_args", f"What one run of {name} gets.", "in", spec["abi"]["args"]),
         config_fields=tuple((f["name"], f.get("axis")) for f in spec["abi"]["config"]),
         classes=tuple(OpClass(c, v["builder"], _flatten(v)) for c, v in spec["classes"].items()),
+        chosen=chosen,
         excludes=tuple(e for rule in spec.get("excludes", ()) for e in _excludes(rule, axes)),
         limits=_flatten(spec["limits"]),
         functions=tuple(
-            _function(f, {"op": name}, status) for f in functions if f.get("needs") in (None, *arg_names)
+            _function(f, names, status) for f in functions if f.get("needs") in (None, *has)
         ),
     )
