@@ -15,6 +15,11 @@ struct cudart_config {
 
 int cudaGetDevice(int *device) { return fake_current_device(device); }
 
+int cudaDriverGetVersion(int *version) {
+    *version = 13040;
+    return 0;
+}
+
 int cudaDeviceGetAttribute(int *value, int attribute, int device) { return fake_device_attribute(value, attribute, device); }
 
 int cudaLibraryLoadData(struct fake_library **library, const void *image, void *a, void *b, unsigned c, void *d, void *e,
