@@ -1,0 +1,1 @@
+"""Sparse attention over selected KV blocks (QSA)."""
