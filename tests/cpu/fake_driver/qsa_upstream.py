@@ -1,8 +1,8 @@
 """FlashInfer's own planning of QSA attention, unpatched: ``python qsa_upstream.py TREE RECIPE SMS < cases.json``.
 
-Answers in JSON, a record for each case: what FlashInfer would compile and how large its tables are. Its functions run as they
-are in the wheel; only what asks a GPU (compute capability, resident clusters, devices) is answered here instead. With ``ptx``
-in a case its kernels are compiled as well, through its own adapters, and their PTX is part of the answer.
+Answers in JSON, a record for each case: what FlashInfer would compile and how large its tables are. Its functions run as
+they are in the wheel; only what asks a GPU (compute capability, resident clusters, devices) is answered here instead. With
+``ptx`` in a case its kernels are compiled as well, through its own adapters, and their PTX is part of the answer.
 """
 
 from __future__ import annotations

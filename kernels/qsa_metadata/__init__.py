@@ -1,0 +1,1 @@
+"""Page and membership tables for QSA attention."""
