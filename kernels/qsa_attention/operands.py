@@ -22,6 +22,7 @@ _ZERO_DEFAULTS = (
 
 def _operands(config: Mapping[str, Any]) -> dict[str, Operand]:
     rows = ("total_q", "num_q_heads", "head_dim")
+    form = "masks" if query_major(config) else "bytes"
     cache = Operand("dtype", ("num_pages", "num_kv_heads", "page_size", "head_dim"), strides=_KV_STRIDES)
     return {
         "q": Operand("dtype", rows),
@@ -33,14 +34,20 @@ def _operands(config: Mapping[str, Any]) -> dict[str, Operand]:
         "block_table": Operand("i32", ("num_requests", "max_pages_per_request"), "block_table_stride"),
         "token_to_request": Operand("i32", ("total_q",)),
         "query_positions": Operand("position_dtype", ("total_q",)),
-        "page_indices": Operand("i32", ("num_routes", "page_capacity")),
-        "memberships": Operand("i32", ("num_routes", "membership_words")),
+        "page_indices": Operand("i32", ("num_routes", f"columns_{form}")),
+        "memberships": Operand("i32", ("num_routes", f"words_{form}")),
         "kv_lens": Operand("i32", ("num_routes",)),
         "workspace": Operand("bytes", ("workspace_bytes",)),
     }
 
 
-def page_capacity(sizes: Mapping[str, Any]) -> int | None:
+def query_major(config: Mapping[str, Any]) -> bool:
+    """Whether memberships are masks of 32 entries, as an e4m3 variant with large tiles reads them."""
+    wide = config["block_size"] == 4 and config["tile_q"] >= 64
+    return bool(config["grouped"] and config["dtype"] == "e4m3" and wide)
+
+
+def page_capacity(sizes: Mapping[str, Any], masks: bool) -> int | None:
     """Columns of ``page_indices``; None where a size is not known."""
     group, topk, length = sizes["group"], sizes["block_topk"], sizes["max_seq_len"]
     if None in (group, topk, length):
@@ -48,16 +55,16 @@ def page_capacity(sizes: Mapping[str, Any]) -> int | None:
     block, page = sizes["block_size"], sizes["page_size"]
     blocks = min(group * (topk + 1), -(-length // block))
     fragments: int = blocks * max(1, block // page)
-    masks = sizes["grouped"] and sizes["dtype"] == "e4m3" and block == 4 and sizes["tile_q"] >= 64
     return -(-fragments // 32) * 32 if masks else fragments
 
 
 def _derive(sizes: Mapping[str, Any]) -> dict[str, int | None]:
-    capacity = page_capacity(sizes)
-    return {
-        "page_capacity": capacity,
-        "membership_words": None if capacity is None else -(-capacity // 4),
-    }
+    found: dict[str, int | None] = {}
+    for form, masks in (("bytes", False), ("masks", True)):
+        capacity = page_capacity(sizes, masks)
+        found[f"columns_{form}"] = capacity
+        found[f"words_{form}"] = None if capacity is None else -(-capacity // 4)
+    return found
 
 
 SPEC = OpSpec(

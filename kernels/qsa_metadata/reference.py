@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ def routes(
     """Every route; shapes as in ``kernel.yaml``."""
     ends = qo_indptr.tolist()
     found = []
-    for first, end in zip(ends[:-1], ends[1:], strict=True):
+    for first, end in itertools.pairwise(ends):
         requests = token_to_request[first:end].tolist()
         positions = query_positions[first:end].tolist()
         consecutive = [positions[0] + i for i in range(len(positions))] if positions else []
@@ -55,7 +56,7 @@ def routes(
             and len(set(requests)) == 1
             and 0 <= requests[0] < len(block_table)
             and positions == consecutive
-            and 0 <= positions[0]
+            and positions[0] >= 0
             and positions[-1] < max_seq_len
         )
         if not usable:

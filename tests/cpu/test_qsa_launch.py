@@ -13,7 +13,7 @@ from cpu.fake_driver.kernseal_library import Kernseal
 from cpu.fake_driver.qsa import OP, Call, axes_of, op, random_call, stub_library
 
 from kernseal.export.spec import Target
-from kernseal.kernels.qsa_attention.operands import SPEC, page_capacity
+from kernseal.kernels.qsa_attention.operands import SPEC, page_capacity, query_major
 
 Axes = dict[str, Any]
 INVALID, UNALIGNED, OVERFLOW = "invalid_argument", "misaligned", "overflow"
@@ -289,9 +289,11 @@ def test_the_operands_are_those_of_the_op() -> None:
     assert set(SPEC.operands(SPEC.config_defaults)) == pointers
     assert set(SPEC.args_defaults) <= fields
     assert {k: v for k, v in SPEC.config_defaults.items() if k in data["axes"]} == data["defaults"]
-    known = fields | set(SPEC.config_defaults) | {"page_capacity", "membership_words"}
-    shapes = {s.removesuffix("+1") for o in SPEC.operands(SPEC.config_defaults).values() for s in o.shape}
-    assert shapes <= known
+    sizes = {"group": 2, "block_topk": 3, "max_seq_len": 99, "block_size": 4, "page_size": 64}
+    known = fields | set(SPEC.config_defaults) | set(SPEC.derive(sizes))
+    for axes in KINDS:
+        shapes = {s.removesuffix("+1") for o in SPEC.operands(axes).values() for s in o.shape}
+        assert shapes <= known
 
 
 @pytest.mark.parametrize("axes", KINDS, ids=["single", "grouped", "flat", "int32"])
@@ -299,7 +301,7 @@ def test_the_loader_knows_the_width_of_the_tables(axes: Axes) -> None:
     rng = random.Random(6)
     for _ in range(50):
         made = random_call(rng, axes)
-        assert page_capacity({**axes, **made.fields}) == made.page_capacity
+        assert page_capacity({**axes, **made.fields}, query_major(axes)) == made.page_capacity
 
 
 def test_the_names_of_the_variants_are_those_of_the_build() -> None:
