@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import Capturing, InvalidArgument, Unsupported
 from .library import LIBRARY_FILE, Library, load_library
-from .op import Op, load_spec
+from .op import Op, choose, load_spec
 from .policy import Policy
 from .statement import Statement
 from .tensors import stream_handle
@@ -134,6 +134,26 @@ class Bundle:
                 config["stream"] = stream_handle(stream)
                 found = self._ops[key] = Op(self._library, handle, op, config)
             return found
+
+    def choose(self, op: str, sizes: Mapping[str, Any], *, sm_count: int, **config: Any) -> dict[str, Any]:
+        """Return a whole config for ``prepare``: ``config``, defaults, and what the op's policy sets for a run of these sizes.
+
+        Host only: nothing is prepared, no device is asked. An engine calls it for every size that it serves and prepares
+        what it gets, and at each step takes what ``prepared`` has for it.
+
+        Args:
+            op: one that has a policy.
+            sizes: the fields of ``kseal_<op>_args`` that say how large a run is; the others are as good as 0.
+            sm_count: SMs of the device that it is for.
+            config: as for ``prepare``. What the policy sets may be left out, or say what it may do, as the op describes.
+
+        Raises:
+            Unsupported: the op has no policy.
+            InvalidArgument: a field is unknown, or its value is not allowed.
+            KernsealError: what the C library says; see ``kseal_<op>_choose``.
+        """
+        self._open_handle()
+        return choose(self._library, op, sizes, sm_count, config)
 
     def _require_evidence(self, op: str, config: dict[str, Any], at_least: str) -> None:
         strength = self._library.enum("kseal_evidence")

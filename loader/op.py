@@ -163,6 +163,35 @@ class Op:
         return InvalidArgument(f"op {self.name} belongs to a bundle that was closed")
 
 
+def choose(
+    library: Library, name: str, sizes: Mapping[str, Any], sm_count: int, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the config with the axes that the op's policy sets; see ``Bundle.choose``."""
+    ffi, spec = library.ffi, load_spec(name)
+    function = getattr(library.c, f"kseal_{name}_choose", None)
+    if function is None:
+        raise Unsupported(f"op {name!r}: has no policy; say its config yourself")
+    layout, args = Layout(ffi, f"kseal_{name}_config"), Layout(ffi, f"kseal_{name}_args")
+    if unknown := [size for size in sizes if size not in args.names]:
+        raise InvalidArgumentType(f"{', '.join(unknown)}: no such field; there are {', '.join(args.names)}")
+    full = _full_config(layout, spec, library, config)
+    enums = {field: library.enum(enum) for field, enum in spec.config_enums.items()}
+    values = {**full, **{field: numbers[full[field]] for field, numbers in enums.items()}}
+    record = ffi.new(f"kseal_{name}_config *")
+    packed = layout.pack([values[field] for field in layout.names])
+    ffi.memmove(record, packed, ffi.sizeof(f"kseal_{name}_config"))
+    given = {**dict.fromkeys(args.names, 0), **spec.args_defaults, **sizes}
+    library.check(function(args.pack([given[field] for field in args.names]), sm_count, record))
+    words = {field: {number: word for word, number in numbers.items()} for field, numbers in enums.items()}
+    found: dict[str, Any] = {}
+    for field in layout.names:
+        if field != "device" and field not in layout.pointers:
+            number = int(getattr(record, field))
+            switch = isinstance(spec.config_defaults.get(field), bool)
+            found[field] = words[field][number] if field in words else bool(number) if switch else number
+    return found
+
+
 def _full_config(layout: Layout, spec: OpSpec, library: Library, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return every config field with its value in words."""
     for name in config:
