@@ -97,12 +97,11 @@ def config(axes: Mapping[str, Any], cc: tuple[int, int]) -> FmhaDecodeConfig:
     The sizes given to upstream here decide nothing that is compiled: every field that it derives from lengths is dropped.
     """
     splits, heads = axes["splits"], axes["heads_per_kv"]
-    group = 2 if axes["grouped"] else 1
     dtype = CUTLASS[axes["dtype"]]
     made = make_decode_config(
         headdim=axes["head_dim"],
         args=(arch_config_args(cc), profile(axes)),
-        seq_len_q=group,
+        seq_len_q=1,
         seq_len_kv=TILE_KV * 4 * splits,
         batch_size=1,
         num_heads_q=heads,
@@ -119,7 +118,7 @@ def config(axes: Mapping[str, Any], cc: tuple[int, int]) -> FmhaDecodeConfig:
         max_splits_kv=splits,
         min_loop_iters_per_split=1,
         mask_type="causal",
-        auto_tuner=True,
+        auto_tuner=False,
         split_kv=splits > 1,
     )
     flat = axes["flat_kv_heads"]
