@@ -136,7 +136,7 @@ class Bundle:
             return found
 
     def choose(self, op: str, sizes: Mapping[str, Any], *, sm_count: int, **config: Any) -> dict[str, Any]:
-        """Return a whole config for ``prepare``: ``config``, defaults, and what the op's policy sets for a run of these sizes.
+        """Return a config for ``prepare``: ``config``, defaults, and what the op's policy sets for a run of these sizes.
 
         Host only: nothing is prepared, no device is asked. An engine calls it for every size that it serves and prepares
         what it gets, and at each step takes what ``prepared`` has for it.
