@@ -1,0 +1,1 @@
+"""CTA schedules of paged MQA logits."""
