@@ -1,0 +1,1 @@
+"""Logits of paged multi-query attention for sparse-attention indexers."""
