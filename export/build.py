@@ -400,9 +400,9 @@ def _identity(made: Plan, options: Options, revision: git.Revision, key: signing
     root = paths.kernels()
     sources = {path.parent.name + "/" + path.name: files.sha256_file(path) for path in library.core_sources()}
     headers = {
-        path.name: files.sha256_file(path)
+        path.relative_to(folder).as_posix(): files.sha256_file(path)
         for folder in library.include_dirs()
-        for path in sorted(folder.glob("*.h"))
+        for path in sorted(folder.rglob("*.h"))
     }
     headers |= {name: files.sha256_file(path) for name, path in library.interface_files().items()}
     # What the manifest says beyond the variants' inputs: semantics, evidence, licences, tools.

@@ -34,7 +34,8 @@ def library_inputs(made: Plan) -> dict[str, str]:
     found = {f"{path.parent.name}/{path.name}": files.sha256_file(path) for path in library.core_sources()}
     for folder in library.include_dirs():
         found |= {
-            f"{folder.name}/{path.name}": files.sha256_file(path) for path in sorted(folder.glob("*.h"))
+            f"{folder.name}/{path.relative_to(folder).as_posix()}": files.sha256_file(path)
+            for path in sorted(folder.rglob("*.h"))
         }
     found |= {
         f"generated/{path.name}": files.sha256_file(path) for path in library.interface_files().values()

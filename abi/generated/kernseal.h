@@ -98,7 +98,16 @@ enum {
 };
 
 typedef struct kseal_bundle kseal_bundle;
+typedef struct kseal_gdn_decode kseal_gdn_decode;
 typedef struct kseal_gdn_prefill kseal_gdn_prefill;
+typedef struct kseal_gdn_prefill_cp kseal_gdn_prefill_cp;
+typedef struct kseal_paged_mqa_logits kseal_paged_mqa_logits;
+typedef struct kseal_paged_mqa_schedule kseal_paged_mqa_schedule;
+typedef struct kseal_qsa_attention kseal_qsa_attention;
+typedef struct kseal_qsa_metadata kseal_qsa_metadata;
+typedef struct kseal_ragged_prefill kseal_ragged_prefill;
+typedef struct kseal_topk_regions kseal_topk_regions;
+typedef struct kseal_topk_varlen kseal_topk_varlen;
 typedef struct kseal_xqa_decode kseal_xqa_decode;
 typedef struct kseal_xqa_mla kseal_xqa_mla;
 
@@ -201,6 +210,166 @@ KSEAL_API uint32_t kseal_variant_count(kseal_bundle *bundle);
  * Streams: None. Allowed under graph capture.
  * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_ABI_MISMATCH. */
 KSEAL_API kseal_status kseal_variant_at(kseal_bundle *bundle, uint32_t index, kseal_variant_info *info);
+
+/* gdn_decode: Gated delta rule (GDN) decode of T tokens a sequence (T = 1, or drafts to verify), states a pool
+ * of bfloat16, one kernel launch.
+ * Recurrence for token t of one (sequence, head of v), S of shape [V, K] in float32: S = g_t * S; S += beta_t *
+ * (v_t - S k_t) k_t^T; o_t = scale * S q_t. Between the tokens of a call S is not rounded; stored states are
+ * rounded to bfloat16.
+ * Gates are computed here: g_t = exp(-exp(a_log) * softplus(a_t + dt_bias)), softplus(x) = log(1 + exp(x)), and
+ * x itself above 20; beta_t = sigmoid(b_t). a and b are what the model's projection gives. Passing a gate or
+ * its logarithm is the classic integration bug.
+ * With qk_l2norm a row x of q or k is first divided by sqrt(sum(x^2) + 1e-6); without it they are used as
+ * given. Head h of v uses head h // (Hv / Hq) of q and k.
+ * Sequence i reads row state_indices[i] of the pool. An index outside the pool, a negative one above all, marks
+ * padding: its o is zeros, no state is read or written for it, and its intermediate states stay as they are.
+ * The final state, after all T tokens, goes to row state_indices[i], or with output_indices to row
+ * output_state_indices[i], where an index outside the pool is not written. Rows written must be unique, and no
+ * sequence may write a row that another one reads. Without update_state the pool is only read.
+ * With intermediate_states the state after token t of sequence i is also stored at intermediate_states[i, t]; a
+ * verifier then takes the one after the last accepted token.
+ * wide and tile_v choose among kernels that are right for every batch; they differ in speed and in the order of
+ * sums, so in last bits. Upstream's rule, with W = B * Hv and the device's number of SMs. T = 1: W <= 128:
+ * narrow 16; W < 512: narrow 128 if W >= 4 * SMs, else narrow 64 if W >= 2 * SMs, else narrow 32; W < 1024:
+ * wide 64; else wide 128. T > 1: W < 128: narrow 16; W < 512: wide 32; W < 1024: wide 64; else wide 128.
+ * With one variant, the same request gives the same bits whatever else is in the batch: a CTA works on one head
+ * of one sequence. */
+/* What is fixed when gdn_decode is prepared. Read during the call only. */
+typedef struct kseal_gdn_decode_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* T, the tokens of every sequence: 1 in plain decoding, drafts + 1 in a verify step. */
+    uint32_t tokens;
+    /* 1 for the kernel in which 16 threads share a row of V with 16-byte loads, 0 for the one in which 32 do
+     * with 8-byte loads. */
+    uint32_t wide;
+    /* Rows of V that a CTA works on; see semantics for the rule. */
+    uint32_t tile_v;
+    /* Element type of state_indices and output_state_indices. kseal_dtype: i32, i64. */
+    uint32_t index_dtype;
+    /* 1 when q and k are normalised here, 0 when they are used as given. */
+    uint32_t qk_l2norm;
+    /* 1 when final states go to rows of their own, output_state_indices; 0 when they replace what was read. */
+    uint32_t output_indices;
+    /* 1 when the state after every token is stored. T > 1 only. */
+    uint32_t intermediate_states;
+    /* 1 when the final state is written to the pool, 0 when the pool is only read. 0 with T > 1 only. */
+    uint32_t update_state;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_gdn_decode_config;
+
+/* What one run of gdn_decode gets. Read during the call only. */
+typedef struct kseal_gdn_decode_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* Hq, of q and of k. */
+    int32_t num_q_heads;
+    /* Hv, a multiple of Hq, below 2^17. */
+    int32_t num_v_heads;
+    /* D, of keys and of values. Must be 128. */
+    int32_t head_dim;
+    /* Multiplies the output; 1/sqrt(D) is customary. Finite and not 0. */
+    float scale;
+    /* B, the sequences. 0 is a no-op that succeeds. */
+    int64_t batch_size;
+    /* Rows of the state pool. */
+    int64_t pool_rows;
+    /* Steps that intermediate_states has room for in each sequence, at least T. 0 when
+     * config.intermediate_states is 0. */
+    int64_t intermediate_steps;
+    /* Distance between tokens of q, those of one sequence and from its last to the next one's first; 0 means
+     * Hq*D. A multiple of 8, at least Hq*D. In elements. */
+    int64_t q_token_stride;
+    /* As above for k; 0 means Hq*D. In elements. */
+    int64_t k_token_stride;
+    /* As above for v; 0 means Hv*D. In elements. */
+    int64_t v_token_stride;
+    /* As above for o; 0 means Hv*D. In elements. */
+    int64_t o_token_stride;
+    /* As above for a; 0 means Hv. Any multiple, at least Hv. In elements. */
+    int64_t a_token_stride;
+    /* As above for b; 0 means Hv. Any multiple, at least Hv. In elements. */
+    int64_t b_token_stride;
+    /* Distance between rows of the pool; 0 means Hv*D*D. A multiple of 8, at least Hv*D*D. In elements. */
+    int64_t state_row_stride;
+    /* [B, T, Hq, D] bfloat16, 16-byte aligned. */
+    const void *q;
+    /* [B, T, Hq, D] bfloat16, 16-byte aligned. */
+    const void *k;
+    /* [B, T, Hv, D] bfloat16, 16-byte aligned. */
+    const void *v;
+    /* [B, T, Hv] bfloat16, aligned to its element. See semantics for the gates. */
+    const void *a;
+    /* [B, T, Hv] bfloat16, aligned to its element. */
+    const void *b;
+    /* [Hv] float32, aligned to its element. */
+    const void *a_log;
+    /* [Hv] float32, aligned to its element. */
+    const void *dt_bias;
+    /* [B, T, Hv, D] bfloat16, 16-byte aligned. Written. */
+    void *o;
+    /* [pool_rows, Hv, V, K] bfloat16, K contiguous (HVK), 16-byte aligned. Read, and written where
+     * config.update_state is 1. */
+    void *state;
+    /* [B] of index_dtype, aligned to its element. Read on the device: not checked, see semantics. */
+    const void *state_indices;
+    /* [B] of index_dtype. Null exactly when config.output_indices is 0. */
+    const void *output_state_indices;
+    /* [B, intermediate_steps, Hv, V, K] bfloat16, dense, 16-byte aligned; the first T steps of each sequence
+     * are written. Null exactly when config.intermediate_states is 0. */
+    void *intermediate_states;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_gdn_decode_args;
+
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Lifetimes: *handle is the caller's until kseal_gdn_decode_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
+KSEAL_API kseal_status kseal_gdn_decode_prepare(kseal_bundle *bundle,
+    const kseal_gdn_decode_config *config,
+    kseal_gdn_decode **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_gdn_decode_workspace_size(kseal_gdn_decode *handle,
+    const kseal_gdn_decode_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
+KSEAL_API kseal_status kseal_gdn_decode_run(kseal_gdn_decode *handle, const kseal_gdn_decode_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
+KSEAL_API kseal_status kseal_gdn_decode_release(kseal_gdn_decode *handle);
 
 /* gdn_prefill: Gated delta rule (GDN) prefill over packed sequences, one fused kernel launch.
  * Recurrence for token t of one (sequence, head), S of shape [V, K]: S = alpha_t * S; S += beta_t * (v_t - S
@@ -361,6 +530,1221 @@ KSEAL_API kseal_status kseal_gdn_prefill_run(kseal_gdn_prefill *handle, const ks
  * Streams: None. Not under graph capture.
  * Errors: KSEAL_DRIVER_ERROR. */
 KSEAL_API kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle);
+
+/* gdn_prefill_cp: Gated delta rule (GDN) prefill for few long sequences, each cut into chunks that run side by
+ * side; four or five kernel launches.
+ * Recurrence for token t of one (sequence, head), S of shape [V, K]: S = alpha_t * S; S += beta_t * (v_t - S
+ * k_t) k_t^T; o_t = scale * S q_t. What gdn_prefill computes, up to rounding: where a chunk begins, the state
+ * comes from a scan over chunks, in float32 for up to 16 heads and on the tensor cores in TF32 above.
+ * Which op to take, upstream's rule: this one where N * H * d < n * SMs, gdn_prefill elsewhere; n/d is 1/2
+ * where memory is HBM and 1/3 where it is GDDR. The length of the sequences plays no part in it.
+ * Gate domain: alpha is LINEAR, alpha = exp(g), one float32 per token and head. Passing the log gate g is the
+ * classic integration bug. alpha and beta are always read; pass ones for none.
+ * State layout: HVK keeps S as [.., H, V, K] with K contiguous (FlashInfer); HKV keeps [.., H, K, V] with V
+ * contiguous. Same numbers, transposed.
+ * A sequence of length zero leaves final_state equal to initial_state (zeros where there is no initial state).
+ * Pooled: sequence i reads row state_indices[i]; a negative read row starts from the zero state. It writes row
+ * output_state_indices[i] (state_indices[i] when that pointer is null); a negative write row is not written.
+ * Rows written must be unique.
+ * No sequence may be longer than max_seqlen: the outputs and the state of a longer one are garbage. Nothing
+ * else is, and no memory but its own is touched.
+ * q and k are used as given: normalise them first where the model asks for it. */
+/* What is fixed when gdn_prefill_cp is prepared. Read during the call only. */
+typedef struct kseal_gdn_prefill_cp_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Element type of q, k, v and o. kseal_dtype: bf16, f16. */
+    uint32_t dtype;
+    /* Element type of the states and checkpoints. kseal_dtype: f32, bf16. */
+    uint32_t state_dtype;
+    /* Memory order of one state matrix; see semantics. kseal_state_layout: hvk, hkv. */
+    uint32_t state_layout;
+    /* Element type of cu_seqlens and of every other index array. kseal_dtype: i32, i64. */
+    uint32_t index_dtype;
+    /* 1 when runs read an initial state, 0 when every sequence starts from zeros. */
+    uint32_t initial_state;
+    /* 1 when states are rows of a pool addressed by state_indices, 0 when packed in sequence order. */
+    uint32_t pooled;
+    /* 1 when runs store the state every checkpoint_every tokens. */
+    uint32_t checkpoints;
+    /* Stream that runs will use, or null: prepare refuses while it is being captured. */
+    void *stream;
+} kseal_gdn_prefill_cp_config;
+
+/* What one run of gdn_prefill_cp gets. Read during the call only. */
+typedef struct kseal_gdn_prefill_cp_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* Hq. */
+    int32_t num_q_heads;
+    /* Hk. Hk = Hq, or (GQA) Hk = Hv. */
+    int32_t num_k_heads;
+    /* Hv. A multiple of Hq, or (GQA) a divisor of Hq. H = max(Hq, Hv) below. */
+    int32_t num_v_heads;
+    /* D. Must be 128. */
+    int32_t head_dim;
+    /* Tokens between checkpoints, a positive multiple of 64. 0 when config.checkpoints is 0. */
+    int32_t checkpoint_every;
+    /* C, tokens of one chunk: a multiple of 64 up to 2^30; 0 for upstream's choice, about one wave of thread
+     * blocks. Changes rounding, and the workspace. */
+    int32_t chunk_len;
+    /* Multiplies the output; 1/sqrt(D) is customary. Finite and not 0. */
+    float scale;
+    /* T, the tokens of all sequences together. */
+    int64_t total_tokens;
+    /* L, at least the tokens of the longest sequence, at most T; 0 means T. Thread blocks are launched for N
+     * sequences of L tokens. See semantics. */
+    int64_t max_seqlen;
+    /* N, at most 65535. 0 is a no-op that succeeds. */
+    int64_t num_seqs;
+    /* Rows of the state pool(s) when pooled; 0 otherwise. */
+    int64_t pool_rows;
+    /* Rows of checkpoints; 0 when config.checkpoints is 0. */
+    int64_t total_checkpoints;
+    /* Distance between tokens of q; 0 means Hq*D. A multiple of 128, at least Hq*D. In elements. */
+    int64_t q_token_stride;
+    /* As above for k; 0 means Hk*D. In elements. */
+    int64_t k_token_stride;
+    /* As above for v; 0 means Hv*D. In elements. */
+    int64_t v_token_stride;
+    /* As above for o; 0 means H*D. In elements. */
+    int64_t o_token_stride;
+    /* Distance between pool rows of initial_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements. */
+    int64_t initial_state_stride;
+    /* Distance between pool rows of final_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements. */
+    int64_t final_state_stride;
+    /* [T, Hq, D] of dtype, 16-byte aligned. */
+    const void *q;
+    /* [T, Hk, D] of dtype, 16-byte aligned. */
+    const void *k;
+    /* [T, Hv, D] of dtype, 16-byte aligned. */
+    const void *v;
+    /* [T, H, D] of dtype, 16-byte aligned. Written. */
+    void *o;
+    /* [T, H] float32, LINEAR decay exp(g), 16-byte aligned. */
+    const void *alpha;
+    /* [T, H] float32, 16-byte aligned. */
+    const void *beta;
+    /* [N or pool_rows, H, D, D] of state_dtype in state_layout, 16-byte aligned. Null exactly when
+     * config.initial_state is 0. May be final_state. */
+    const void *initial_state;
+    /* [N or pool_rows, H, D, D] of state_dtype in state_layout, 16-byte aligned. Written. */
+    void *final_state;
+    /* [N + 1] of index_dtype: 0, then running ends of the sequences, last = T; aligned to its element. Read on
+     * the device: not checked. */
+    const void *cu_seqlens;
+    /* [N] of index_dtype. Null exactly when config.pooled is 0. */
+    const void *state_indices;
+    /* [N] of index_dtype, or null to write the rows that were read. Pooled only. */
+    const void *output_state_indices;
+    /* [total_checkpoints, H, D, D] of state_dtype, HVK, 16-byte aligned. Null exactly when config.checkpoints
+     * is 0. */
+    void *checkpoints;
+    /* [N + 1] of index_dtype: running counts of seq_len // checkpoint_every; aligned to its element. Null
+     * exactly when config.checkpoints is 0. */
+    const void *checkpoint_cu_starts;
+    /* Scratch of the size kseal_gdn_prefill_cp_workspace_size gives, 128-byte aligned, one per run in flight.
+     * Contents need not be kept. */
+    void *workspace;
+    /* Size of workspace. In bytes. */
+    uint64_t workspace_bytes;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_gdn_prefill_cp_args;
+
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Lifetimes: *handle is the caller's until kseal_gdn_prefill_cp_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
+KSEAL_API kseal_status kseal_gdn_prefill_cp_prepare(kseal_bundle *bundle,
+    const kseal_gdn_prefill_cp_config *config,
+    kseal_gdn_prefill_cp **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_gdn_prefill_cp_workspace_size(kseal_gdn_prefill_cp *handle,
+    const kseal_gdn_prefill_cp_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
+KSEAL_API kseal_status kseal_gdn_prefill_cp_run(kseal_gdn_prefill_cp *handle, const kseal_gdn_prefill_cp_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
+KSEAL_API kseal_status kseal_gdn_prefill_cp_release(kseal_gdn_prefill_cp *handle);
+
+/* paged_mqa_logits: Attention scores of a sparse-attention indexer over a paged FP8 or FP4 cache of one KV
+ * head, one kernel launch.
+ * Row b * next_n + t of logits holds, for positions p of sequence b: logits[p] = scale[p] * sum over heads h of
+ * weights[b * next_n + t, h] * max(0, q[b, t, h] . k[p]). The ReLU is of each head, before weight and sum, so a
+ * negative weight makes a negative logit.
+ * Query position t sees p = 0 .. seq_lens[b] - next_n + t: the newest, t = next_n - 1, sees all seq_lens[b].
+ * Columns past that are unspecified, up to seq_lens[b] rounded up to 256 (SM120 and SM121 write none of them);
+ * no column past that is written. A sequence of length 0 has no column written.
+ * e4m3: a page is page_size rows of D bytes of k, then page_size float32 scales. fp4: page_size rows of D/2
+ * bytes (element 2j in the low half of byte j), then page_size times 4 bytes, the powers of two (UE8M0) of the
+ * token's groups of 32 elements; scale[p] is 1, for the powers are multiplied into q and k.
+ * Position p of sequence b is row p % page_size of page page_table[b, p // page_size]. Entries at or past
+ * ceil(seq_lens[b] / page_size) may hold anything: they are not read. SM100 and SM103: page 0 may be read in
+ * their place, and what it holds changes no logit that is specified.
+ * SM100 and SM103: schedule is what paged_mqa_schedule made of the same seq_lens, with the same num_ctas, and
+ * with atoms 2 for fp4 with next_n 4, else 1. A launch with a schedule of other lengths may not end. SM120 and
+ * SM121 work without one: schedule is null, and a length may also be negative, which counts as 0.
+ * config.epi_dtype is what weights are stored in and what weight, sum over heads and scale are computed in;
+ * config.acc_dtype is what the products of q and k are summed in (fp4: always float32).
+ * config.interleaved (fp4, page_size 128): the scales of a page are stored as the tensor core takes them: byte
+ * 16 * (t % 32) + 4 * (t // 32) + g is the power of group g of token t.
+ * Nothing depends on the batch: the logits of a sequence have the same bits whatever else is in it. */
+/* What is fixed when paged_mqa_logits is prepared. Read during the call only. */
+typedef struct kseal_paged_mqa_logits_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Element type of q and of the cache. kseal_dtype: e4m3, fp4. */
+    uint32_t kv_dtype;
+    /* Element type of logits. kseal_dtype: f32, f16, bf16. */
+    uint32_t out_dtype;
+    /* Element type of weights, and of what is computed with them. kseal_dtype: f32, f16, bf16. */
+    uint32_t epi_dtype;
+    /* What the products of q and k are summed in. kseal_dtype: f32, f16. */
+    uint32_t acc_dtype;
+    /* H. SM100 and SM103: next_n * H is at most 256. */
+    uint32_t num_heads;
+    /* Elements of a head. */
+    uint32_t head_dim;
+    /* Query positions a sequence: 1, or the drafts of speculative decoding too. */
+    uint32_t next_n;
+    /* Tokens of a page. */
+    uint32_t page_size;
+    /* 1 when the scales of a page are in the order of the tensor core, 0 when in the order of the tokens. */
+    uint32_t interleaved;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_paged_mqa_logits_config;
+
+/* What one run of paged_mqa_logits gets. Read during the call only. */
+typedef struct kseal_paged_mqa_logits_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CTAs of the schedule. 0 stands for the SMs of the device, which is upstream's choice. Without a schedule
+     * a query position has 4 times as many, with 4 and more query positions in all 2 times. */
+    int32_t num_ctas;
+    /* B, the sequences. 0 is a no-op that succeeds. */
+    int64_t batch_size;
+    /* Pages of the pool that kv points to. */
+    int64_t num_pages;
+    /* Columns of page_table, below 2^31 / page_size; at least ceil(seq_lens[b] / page_size) for every b. */
+    int64_t max_pages_per_seq;
+    /* Columns of logits that count. No seq_lens[b] may be larger. 0 is a no-op that succeeds. */
+    int64_t max_seq_len;
+    /* Distance between pages of kv; 0 means page_size * (D + 4), for fp4 page_size * (D/2 + 4). A multiple of
+     * 16, below 2^40. In bytes. */
+    int64_t kv_page_stride;
+    /* Distance between rows of page_table; 0 means max_pages_per_seq. In elements. */
+    int64_t page_table_stride;
+    /* Distance between entries of seq_lens; 0 means 1. In elements. */
+    int64_t seq_len_stride;
+    /* Distance between rows of logits, at least max_seq_len rounded up to 256; 0 means that. Times B * next_n
+     * it must be below 2^31. In elements. */
+    int64_t logits_stride;
+    /* [B, next_n, H, D] e4m3, or [B, next_n, H, D/2] bytes of fp4, dense, 16-byte aligned. */
+    const void *q;
+    /* [B, next_n, H, 4] bytes, dense, 16-byte aligned: the powers of two of the groups of q. Null unless
+     * config.kv_dtype is fp4. */
+    const void *q_scales;
+    /* [num_pages] pages with kv_page_stride, 16-byte aligned; see semantics. */
+    const void *kv;
+    /* [B * next_n, H] of epi_dtype, dense, 16-byte aligned. */
+    const void *weights;
+    /* [B, max_pages_per_seq] int32 with page_table_stride, aligned to its element. Read on the device: not
+     * checked. */
+    const void *page_table;
+    /* [B] int32 with seq_len_stride, aligned to its element. Read on the device: not checked. */
+    const void *seq_lens;
+    /* [num_ctas + 1, 2] int32, dense, 16-byte aligned, from paged_mqa_schedule, or null on SM120 and SM121.
+     * Read on the device: not checked. */
+    const void *schedule;
+    /* [B * next_n, max_seq_len rounded up to 256] of out_dtype with logits_stride, 16-byte aligned. Written. */
+    void *logits;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_paged_mqa_logits_args;
+
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Lifetimes: *handle is the caller's until kseal_paged_mqa_logits_release. The bundle may be closed before
+ * that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
+KSEAL_API kseal_status kseal_paged_mqa_logits_prepare(kseal_bundle *bundle,
+    const kseal_paged_mqa_logits_config *config,
+    kseal_paged_mqa_logits **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_paged_mqa_logits_workspace_size(kseal_paged_mqa_logits *handle,
+    const kseal_paged_mqa_logits_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
+KSEAL_API kseal_status kseal_paged_mqa_logits_run(kseal_paged_mqa_logits *handle,
+    const kseal_paged_mqa_logits_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
+KSEAL_API kseal_status kseal_paged_mqa_logits_release(kseal_paged_mqa_logits *handle);
+
+/* paged_mqa_schedule: Which CTA of a paged MQA logits launch works on which part of which sequence, computed on
+ * the device by one warp.
+ * Rows of work: row r is sequence r // atoms and has n_r = seq_lens[r // atoms] - 2 * (atoms - 1 - r % atoms)
+ * positions, in ceil(n_r / 256) segments; none where n_r is not positive. There are B * atoms rows.
+ * With T segments in all and C CTAs, CTA c begins at segment t_c = c * (T // C) + min(c, T % C). schedule[c] =
+ * (r, s): r is the first row whose segments end after t_c, s the segments of that row before t_c. Where there
+ * is no such row, and always for c = C, (r, s) = (B * atoms, 0).
+ * A schedule belongs to the lengths it was made of, to its number of CTAs and to atoms: the logits launch that
+ * reads it must have the same. After a length has changed, in a replayed graph too, it must be made again
+ * before the logits: a launch with another's schedule may not end.
+ * atoms is 2 for FP4 logits with next_n 4, which read the cache twice, and 1 for every other logits call.
+ * Lengths must be 0 to 2^31 - 256, and T below 2^31. They are read on the device and not checked. */
+/* What is fixed when paged_mqa_schedule is prepared. Read during the call only. */
+typedef struct kseal_paged_mqa_schedule_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Rows of work that each sequence is: 2 for FP4 logits with next_n 4, else 1. */
+    uint32_t atoms;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_paged_mqa_schedule_config;
+
+/* What one run of paged_mqa_schedule gets. Read during the call only. */
+typedef struct kseal_paged_mqa_schedule_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* C, the CTAs of the logits launch. 0 stands for the SMs of the device, which is upstream's choice. */
+    int32_t num_ctas;
+    /* B, the sequences, at most 8192 / atoms. 0 is a no-op that succeeds. */
+    int64_t batch_size;
+    /* Distance between entries of seq_lens; 0 means 1. In elements. */
+    int64_t seq_len_stride;
+    /* [B] int32 with seq_len_stride, aligned to its element. Read on the device: not checked. */
+    const void *seq_lens;
+    /* [C + 1, 2] int32, dense, 16-byte aligned. Written. */
+    void *schedule;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_paged_mqa_schedule_args;
+
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Lifetimes: *handle is the caller's until kseal_paged_mqa_schedule_release. The bundle may be closed before
+ * that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
+KSEAL_API kseal_status kseal_paged_mqa_schedule_prepare(kseal_bundle *bundle,
+    const kseal_paged_mqa_schedule_config *config,
+    kseal_paged_mqa_schedule **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_paged_mqa_schedule_workspace_size(kseal_paged_mqa_schedule *handle,
+    const kseal_paged_mqa_schedule_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
+KSEAL_API kseal_status kseal_paged_mqa_schedule_run(kseal_paged_mqa_schedule *handle,
+    const kseal_paged_mqa_schedule_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
+KSEAL_API kseal_status kseal_paged_mqa_schedule_release(kseal_paged_mqa_schedule *handle);
+
+/* qsa_attention: Attention over the KV blocks that were selected for each query token (QSA), paged cache,
+ * decode, drafts and prefill.
+ * A route is qo_indptr[r] .. qo_indptr[r + 1] - 1, at most `group` rows of q: consecutive query tokens of one
+ * request. Decode has one token a route, drafts (MTP) 2 to 8; prefill is cut into routes of `group` tokens, the
+ * last of a request may be shorter.
+ * Query token t of request b at position p sees the positions 0 .. p of these blocks, and no others: its
+ * selected ones, and the tail. With bound = floor((p + count_current) / block_size): selected are the first
+ * min(block_topk, bound) entries of its row of block_indices, and the tail is block bound (with count_current,
+ * the block of p where that is not complete; without, always).
+ * The entries that count must be distinct and in 0 .. bound - 1; their order does not matter, and later ones
+ * are never read. One that is out of range selects nothing.
+ * o = out_scale * softmax(scale * q K^T) V over those positions, for each query head h with the K and V of head
+ * h // heads_per_kv.
+ * Position j of request b is row j % page_size of page block_table[b, j // page_size].
+ * config.grouped = 0: routes have one token, and the kernel reads block_indices, block_table, token_to_request
+ * and query_positions itself. config.grouped = 1: routes have up to 8 tokens, and the kernel reads what
+ * kseal_qsa_metadata_run wrote before it on the same stream: page_indices, memberships and kv_lens.
+ * A token whose request or position is out of range is one that no request has: its rows of o are written, with
+ * numbers that mean nothing.
+ * The cache must not hold NaN or infinities in rows of an allocated page past a request's length: they are read
+ * with its last block and multiplied with zero.
+ * tile_q, splits, persistent and flat_kv_heads change speed alone. Any variant with tile_q >= group *
+ * heads_per_kv gives right answers for any batch; kseal_qsa_attention_choose says which one FlashInfer's policy
+ * takes for it.
+ * The merge of splits has a fixed order: the same call gives the same bits. */
+/* What is fixed when qsa_attention is prepared. Read during the call only. */
+typedef struct kseal_qsa_attention_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Element type of q and of the K and V cache. kseal_dtype: bf16, f16, e4m3. */
+    uint32_t dtype;
+    /* Element type of o: that of q, or bf16 or f16 with e4m3. kseal_dtype: bf16, f16. */
+    uint32_t out_dtype;
+    /* Elements of a head: 64, 128, 192 or 256. */
+    uint32_t head_dim;
+    /* Query heads that share one KV head. */
+    uint32_t heads_per_kv;
+    /* Tokens of a selected block: 4 to 128, a power of two. */
+    uint32_t block_size;
+    /* Tokens of a page of the cache: 16, 32, 64 or 128. A block may be larger than a page. */
+    uint32_t page_size;
+    /* 0 when every route has one token, 1 when routes have up to 8 and qsa_metadata ran before. */
+    uint32_t grouped;
+    /* Element type of query_positions. i64 when config.grouped is 1. kseal_dtype: i32, i64. */
+    uint32_t position_dtype;
+    /* 1 when a completed block of the query itself is one of block_topk, 0 when it is seen besides them. 1 when
+     * config.grouped is 1, where qsa_metadata is told. */
+    uint32_t count_current;
+    /* Rows of the query tile: 8, 16, 32, 64 or 128. At least group * heads_per_kv. */
+    uint32_t tile_q;
+    /* Thread blocks that share one route and KV head, 1 to 128. A second kernel merges what more than one give. */
+    uint32_t splits;
+    /* 1 when a grid of resident blocks fetches routes one by one (more routes than fit at a time), 0 for a
+     * block a route. */
+    uint32_t persistent;
+    /* 0 for a cache with any strides. KV heads of a dense cache [num_pages, Hkv, page_size, D] that the kernel
+     * addresses as one list of rows: fewer instructions a copy. */
+    uint32_t flat_kv_heads;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_qsa_attention_config;
+
+/* What one run of qsa_attention gets. Read during the call only. */
+typedef struct kseal_qsa_attention_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* Hq = heads_per_kv * Hkv. */
+    int32_t num_q_heads;
+    /* Hkv. config.flat_kv_heads where that is not 0. */
+    int32_t num_kv_heads;
+    /* Most query tokens of a route: 1 when config.grouped is 0, else 2 to 8. group * heads_per_kv is at most
+     * config.tile_q. */
+    int32_t group;
+    /* K, the selected blocks of a query token, 1 to 512. */
+    int32_t block_topk;
+    /* Multiplies the logits; 1/sqrt(D) is customary, times the scales of an e4m3 q and K. Finite and not 0. */
+    float scale;
+    /* Multiplies o; the scale of an e4m3 V, else 1. Finite and not 0. */
+    float out_scale;
+    /* S, the most positions that a query token may see. Positions at or past it select nothing. */
+    int64_t max_seq_len;
+    /* R, the routes. 0 is a no-op that succeeds. At most 65535. */
+    int64_t num_routes;
+    /* T, the rows of q and o; from R to R * group. */
+    int64_t total_q;
+    /* Pages of the pool that k and v point to. */
+    int64_t num_pages;
+    /* Rows of block_table. 0 when config.grouped is 1. */
+    int64_t num_requests;
+    /* Columns of block_table, at least ceil(S / page_size). 0 when config.grouped is 1. */
+    int64_t max_pages_per_request;
+    /* Distance between pages of k, and of v; 0 means Hkv*page_size*D. A multiple of 16 bytes, as those below.
+     * In elements. */
+    int64_t kv_page_stride;
+    /* Distance between KV heads; 0 means page_size*D (HND). For NHD pass D. In elements. */
+    int64_t kv_head_stride;
+    /* Distance between tokens of a page; 0 means D (HND). For NHD pass Hkv*D. In elements. */
+    int64_t kv_token_stride;
+    /* Distance between rows of block_indices; 0 means block_topk. 0 when config.grouped is 1. In elements. */
+    int64_t block_indices_stride;
+    /* Distance between rows of block_table; 0 means max_pages_per_request. 0 when config.grouped is 1. In
+     * elements. */
+    int64_t block_table_stride;
+    /* [T, Hq, D] of dtype, dense, 16-byte aligned. */
+    const void *q;
+    /* [num_pages, Hkv, page_size, D] of dtype with the kv strides, 16-byte aligned. */
+    const void *k;
+    /* As k, with the same strides. */
+    const void *v;
+    /* [T, Hq, D] of out_dtype, dense, 16-byte aligned. Written. Must not overlap what is read. */
+    void *o;
+    /* [R + 1] int32: 0, then running ends of the routes, last = T; aligned to its element. Read on the device:
+     * not checked. */
+    const void *qo_indptr;
+    /* [T, block_topk] int32, aligned to its element. Null exactly when config.grouped is 1. Read on the device:
+     * not checked. */
+    const void *block_indices;
+    /* [num_requests, max_pages_per_request] int32, aligned to its element. Null exactly when config.grouped is
+     * 1. Read on the device: not checked; a negative entry is a page that nobody has. */
+    const void *block_table;
+    /* [T] int32, aligned to its element. Null exactly when config.grouped is 1. Read on the device: not
+     * checked. */
+    const void *token_to_request;
+    /* [T] of position_dtype, from 0, aligned to its element. Null exactly when config.grouped is 1. Read on the
+     * device: not checked. */
+    const void *query_positions;
+    /* [R, C] int32 that qsa_metadata wrote, aligned to its element; C is its page_capacity. Null exactly when
+     * config.grouped is 0. */
+    const void *page_indices;
+    /* [R, ceil(C / 4)] int32 that qsa_metadata wrote, aligned to its element. Null exactly when config.grouped
+     * is 0. */
+    const void *memberships;
+    /* [R] int32 that qsa_metadata wrote, aligned to its element. Null exactly when config.grouped is 0. */
+    const void *kv_lens;
+    /* Scratch of the size kseal_qsa_attention_workspace_size gives, 256-byte aligned, one per launch in flight.
+     * Contents need not be kept. May be null when that size is 0. */
+    void *workspace;
+    /* Size of workspace. In bytes. */
+    uint64_t workspace_bytes;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_qsa_attention_args;
+
+
+/* Sets in config the axes that say which variant suits a run with args of these sizes on a device with sm_count
+ * SMs: grouped, tile_q, splits, persistent, flat_kv_heads. Reads the others, which the caller has set, and its
+ * own as the op's axes say. Looks at no pointer in args, at no bundle and no device: an engine calls it for
+ * every size that it serves, prepares what it gets, and calls it again at each step. On failure config is as it
+ * was.
+ * Lifetimes: Both structs are free when the call returns.
+ * Threads: Any, any time.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_qsa_attention_choose(const kseal_qsa_attention_args *args,
+    uint32_t sm_count,
+    kseal_qsa_attention_config *config);
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Lifetimes: *handle is the caller's until kseal_qsa_attention_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
+KSEAL_API kseal_status kseal_qsa_attention_prepare(kseal_bundle *bundle,
+    const kseal_qsa_attention_config *config,
+    kseal_qsa_attention **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_qsa_attention_workspace_size(kseal_qsa_attention *handle,
+    const kseal_qsa_attention_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
+KSEAL_API kseal_status kseal_qsa_attention_run(kseal_qsa_attention *handle, const kseal_qsa_attention_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
+KSEAL_API kseal_status kseal_qsa_attention_release(kseal_qsa_attention *handle);
+
+/* qsa_metadata: The tables that QSA attention reads for routes of 2 to 8 query tokens, from the blocks that
+ * each token selected.
+ * A route is qo_indptr[r] .. qo_indptr[r + 1] - 1, 1 to config.group query tokens of one request at consecutive
+ * positions. Which blocks a token sees is said with qsa_attention.
+ * page_indices[r] has the union of what the route's tokens see, without gaps, in order of position: a block is
+ * block_size / F entries, F = gcd(block_size, page_size) tokens each. An entry is page * S + fragment, with the
+ * page from block_table and S = page_size / F * max(flat_kv_heads, 1); -1 where the page is negative, or where
+ * the fragment begins past the route's last position.
+ * memberships[r]: byte i of the row has bit g set where token g of the route sees entry i (config.query_major =
+ * 0); or word 8 * t + g has bit j set where token g sees entry 32 * t + j (config.query_major = 1). Bits of
+ * entries past the last in its word are 0; what follows is not written.
+ * kv_lens[r] is the positions up to the route's last one, counted over the union. Entries of page_indices past
+ * it are not written.
+ * A route that is empty, longer than config.group, of several requests, not consecutive or out of range has
+ * kv_lens 1, page_indices -1 and memberships 0: attention then sees nothing.
+ * config.query_major = 1 goes with an e4m3 cache, blocks of 4 and a tile_q of 64 or 128 of qsa_attention, and
+ * with nothing else.
+ * Run it before qsa_attention, on the same stream, with nothing launched between: attention may begin while it
+ * runs, and waits for its end itself. */
+/* What is fixed when qsa_metadata is prepared. Read during the call only. */
+typedef struct kseal_qsa_metadata_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Most query tokens of a route, 2 to 8; the group of qsa_attention. */
+    uint32_t group;
+    /* Element type of query_positions. kseal_dtype: i32, i64. */
+    uint32_t position_dtype;
+    /* 0 for a byte of memberships an entry, 1 for a mask of 32 entries a token. */
+    uint32_t query_major;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_qsa_metadata_config;
+
+/* What one run of qsa_metadata gets. Read during the call only. */
+typedef struct kseal_qsa_metadata_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* Tokens of a selected block: 4, 8, 16, 32, 64 or 128. 4 when config.query_major is 1. */
+    int32_t block_size;
+    /* Tokens of a page: 16, 32, 64 or 128. */
+    int32_t page_size;
+    /* K, the selected blocks of a query token, 1 to 512. */
+    int32_t block_topk;
+    /* 1 when a completed block of the query itself is one of block_topk, 0 when it is seen besides them. */
+    uint32_t count_current;
+    /* config.flat_kv_heads of qsa_attention. */
+    int32_t flat_kv_heads;
+    /* 1 lets the kernel behind it, attention, begin before this one has ended; 0 does not. */
+    uint32_t pdl;
+    /* S, the most positions that a query token may see. Its blocks must fit shared memory: about 1,700,000 of
+     * them do. */
+    int64_t max_seq_len;
+    /* R. 0 is a no-op that succeeds. At most 65535. */
+    int64_t num_routes;
+    /* T, the query tokens; from R to R * group. */
+    int64_t total_q;
+    /* Rows of block_table. */
+    int64_t num_requests;
+    /* Columns of block_table, at least ceil(S / page_size). */
+    int64_t max_pages_per_request;
+    /* C, columns of page_indices: min(group * (K + 1), ceil(S / block_size)) * block_size / F, rounded up to 32
+     * when config.query_major is 1. */
+    int64_t page_capacity;
+    /* Distance between rows of block_indices; 0 means block_topk. In elements. */
+    int64_t block_indices_stride;
+    /* Distance between rows of block_table; 0 means max_pages_per_request. In elements. */
+    int64_t block_table_stride;
+    /* [R + 1] int32: 0, then running ends of the routes, last = T; aligned to its element. Read on the device:
+     * not checked. */
+    const void *qo_indptr;
+    /* [T, block_topk] int32, aligned to its element. Read on the device: not checked. */
+    const void *block_indices;
+    /* [num_requests, max_pages_per_request] int32, aligned to its element. Read on the device: not checked; a
+     * negative entry is a page that nobody has. */
+    const void *block_table;
+    /* [T] int32, aligned to its element. Read on the device: not checked. */
+    const void *token_to_request;
+    /* [T] of position_dtype, from 0, aligned to its element. Read on the device: not checked. */
+    const void *query_positions;
+    /* [R, C] int32, dense, aligned to its element. Written. */
+    void *page_indices;
+    /* [R, ceil(C / 4)] int32, dense, aligned to its element. Written. */
+    void *memberships;
+    /* [R] int32, aligned to its element. Written. */
+    void *kv_lens;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_qsa_metadata_args;
+
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Lifetimes: *handle is the caller's until kseal_qsa_metadata_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
+KSEAL_API kseal_status kseal_qsa_metadata_prepare(kseal_bundle *bundle,
+    const kseal_qsa_metadata_config *config,
+    kseal_qsa_metadata **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_qsa_metadata_workspace_size(kseal_qsa_metadata *handle,
+    const kseal_qsa_metadata_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
+KSEAL_API kseal_status kseal_qsa_metadata_run(kseal_qsa_metadata *handle, const kseal_qsa_metadata_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
+KSEAL_API kseal_status kseal_qsa_metadata_release(kseal_qsa_metadata *handle);
+
+/* ragged_prefill: Attention of packed sequences of different lengths over keys and values that are packed
+ * likewise (FA2), planned on the host.
+ * Sequence b has the query rows qo_indptr[b] .. qo_indptr[b + 1] - 1 of q, and the rows kv_indptr[b] ..
+ * kv_indptr[b + 1] - 1 of k and v. Its row i, head h: o = softmax(sm_scale * q K^T) V over the keys of head h /
+ * (num_q_heads / num_kv_heads) that the row may see.
+ * causal: the last query row sees every key, the one before it all but the last: row i sees the first kv_len -
+ * qo_len + i + 1 keys. Otherwise every row sees every key. There is no window, no soft cap and no rotary
+ * embedding.
+ * A row that sees no key (a sequence without keys; causal, the first qo_len - kv_len rows) gives exact zeros
+ * and an lse of -inf. A sequence without query rows does nothing.
+ * lse, where it is asked for, is log2 of the sum of exp(sm_scale * q K^T): base 2, as upstream's.
+ * The softmax weights of a tile are rounded to the element type before they meet V; sums and o are float32
+ * until o is written.
+ * Rows of q, k and v outside the sequences may hold anything: they change no bit. So do keys and values of the
+ * sequence that a row does not see, as long as they are finite: the value of a hidden key may count as 0 times
+ * what it is.
+ * plan, on the host, deals the work out: each thread block of the run gets a tile of tile_q query rows (rows
+ * times heads of one KV head) of one sequence. The device reads the plan's copy, so a plan may be made, in
+ * memory of its own, while the step before it runs.
+ * With tile_q 0 the tile follows from the mean length of the batch, as upstream's does. With tile_q fixed and
+ * kv_chunk not -1 a sequence gives the same bits whatever else is in the batch: which tile, which keys and in
+ * which order follow from its own lengths alone.
+ * kv_chunk not 0 splits the keys of a sequence: its parts go to workspace in the element type, and a second
+ * kernel merges them. -1 chooses the length of a part as upstream does, by the whole batch and the number of
+ * SMs.
+ * With fixed_grid 1 the grid and the places of everything in the plan follow from args alone, so a captured run
+ * may be replayed after another plan with the same args was made and copied to the same plan_device. */
+/* What is fixed when ragged_prefill is prepared. Read during the call only. */
+typedef struct kseal_ragged_prefill_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Element type of q, k, v and o. kseal_dtype: bf16, f16. */
+    uint32_t dtype;
+    /* Elements of a row of q and k: 64, 128, 192 or 256. */
+    uint32_t head_dim;
+    /* Elements of a row of v and o: as head_dim, or 128 with a head_dim of 192. */
+    uint32_t v_dim;
+    /* 1 hides the keys after a row's own position, aligned at the last row and key. */
+    uint32_t causal;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_ragged_prefill_config;
+
+/* What one run of ragged_prefill gets. Read during the call only. */
+typedef struct kseal_ragged_prefill_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* Hq, a multiple of num_kv_heads. */
+    int32_t num_q_heads;
+    /* Hkv, up to 65535. */
+    int32_t num_kv_heads;
+    /* Query rows (rows times heads of one KV head) of a thread block: 16, 64, or 128 where v_dim is below 192.
+     * 0 chooses by the mean length of the batch. */
+    uint32_t tile_q;
+    /* 1 makes the launch follow from args alone, for a captured run that is replayed with other plans; 0
+     * launches what the plan needs. 1 with kv_chunk above 0 is refused: whether parts are merged would follow
+     * from the lengths. */
+    uint32_t fixed_grid;
+    /* 1 lets the launch begin while the kernel before it on the stream is ending (programmatic dependent
+     * launch); 0 does not. */
+    uint32_t pdl;
+    /* Multiplies the logits, 1 / sqrt(head_dim) for most models. Finite and above 0. */
+    float sm_scale;
+    /* B, the sequences. 0 is a no-op that succeeds. */
+    int64_t batch_size;
+    /* Rows of q and o: at least qo_indptr[B]. 0 is a no-op that succeeds. */
+    int64_t total_q;
+    /* Rows of k and v: at least kv_indptr[B]. */
+    int64_t total_kv;
+    /* Most keys of one part of a sequence: 0 for no parts, above 0 for parts of so many keys, -1 for upstream's
+     * choice. */
+    int64_t kv_chunk;
+    /* Distance between rows of q; 0 means num_q_heads * head_dim. Strides are multiples of 16 bytes, at least a
+     * head long, below 2^28, and total rows times the stride is below 2^32. In elements. */
+    int64_t q_row_stride;
+    /* Distance between heads of q; 0 means head_dim. In elements. */
+    int64_t q_head_stride;
+    /* Distance between rows of k; 0 means num_kv_heads * head_dim. In elements. */
+    int64_t k_row_stride;
+    /* Distance between heads of k; 0 means head_dim. In elements. */
+    int64_t k_head_stride;
+    /* Distance between rows of v; 0 means num_kv_heads * v_dim. In elements. */
+    int64_t v_row_stride;
+    /* Distance between heads of v; 0 means v_dim. In elements. */
+    int64_t v_head_stride;
+    /* [total_q, Hq, head_dim] of dtype with its strides, 16-byte aligned. */
+    const void *q;
+    /* [total_kv, Hkv, head_dim] of dtype with its strides, 16-byte aligned. May be null where total_kv is 0. */
+    const void *k;
+    /* [total_kv, Hkv, v_dim] of dtype with its strides, 16-byte aligned. May be null where total_kv is 0. */
+    const void *v;
+    /* [total_q, Hq, v_dim] of dtype, dense, 16-byte aligned. Rows of the sequences are written. */
+    void *o;
+    /* [total_q, Hq] float32, dense, aligned to its element, or null. Rows of the sequences are written. */
+    void *lse;
+    /* [B + 1] int32 on the host, read by plan: from 0, never falling, up to at most total_q. */
+    const void *qo_indptr;
+    /* [B + 1] int32 on the host, read by plan: from 0, never falling, up to at most total_kv. */
+    const void *kv_indptr;
+    /* Memory of the host, 8-byte aligned: plan writes it, run reads its head (during the call only). With null,
+     * plan writes nothing and says how many bytes this plan takes. */
+    void *plan;
+    /* Size of plan. kseal_ragged_prefill_plan_size gives one that is enough for all lengths with these totals:
+     * with kv_chunk above 0 far more than most need. In bytes. */
+    uint64_t plan_bytes;
+    /* Copy of the plan on the device, 16-byte aligned, as many bytes as plan said. Read by the launch. */
+    const void *plan_device;
+    /* Scratch for the parts, 16-byte aligned, one per launch in flight; may be null where kv_chunk is 0.
+     * Contents need not be kept. */
+    void *workspace;
+    /* Size of workspace. kseal_ragged_prefill_workspace_size gives one that is enough for all lengths with
+     * these totals: with kv_chunk above 0 far more than most need. plan refuses one that is too small, with
+     * what it needs. In bytes. */
+    uint64_t workspace_bytes;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_ragged_prefill_args;
+
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Lifetimes: *handle is the caller's until kseal_ragged_prefill_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
+KSEAL_API kseal_status kseal_ragged_prefill_prepare(kseal_bundle *bundle,
+    const kseal_ragged_prefill_config *config,
+    kseal_ragged_prefill **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_ragged_prefill_workspace_size(kseal_ragged_prefill *handle,
+    const kseal_ragged_prefill_args *args,
+    uint64_t *bytes);
+
+/* Bytes that a plan for args of these sizes may take. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_ragged_prefill_plan_size(kseal_ragged_prefill *handle,
+    const kseal_ragged_prefill_args *args,
+    uint64_t *bytes);
+
+/* Plans a run on the host: reads what args points to on the host and writes the plan there. The caller then
+ * copies *bytes of it to the device, in the order of the stream, and runs with the same args. Calls nothing of
+ * the driver; does not allocate, lock or wait. *bytes is set on success only; on failure the plan's contents
+ * are of no use.
+ * Lifetimes: The plan is the caller's, as is its copy, and the handle keeps nothing of it: a step can be
+ * planned while the device still works on another one that has its own.
+ * Threads: Any, also several at once with the same handle and different plans.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_ragged_prefill_plan(kseal_ragged_prefill *handle,
+    const kseal_ragged_prefill_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
+KSEAL_API kseal_status kseal_ragged_prefill_run(kseal_ragged_prefill *handle, const kseal_ragged_prefill_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
+KSEAL_API kseal_status kseal_ragged_prefill_release(kseal_ragged_prefill *handle);
+
+/* topk_regions: The k largest scores of every row of a batch, each row with its own length, as indices, offset
+ * indices or slots of a page table, one kernel launch.
+ * Row r has the scores at columns row_starts[r] .. row_starts[r] + lengths[r] - 1 of its row of scores. A
+ * negative length counts as 0 and one above max_len as max_len. What lies outside is not read.
+ * A selected score at row_starts[r] + i has the index i. Without a page table, offsets[r] + i is written to
+ * indices; with one, page_table[request, start + i // page_size] * page_size + i % page_size, where request is
+ * row_to_request[r] (r without it) and start is page_table_starts[r] (row_starts[r] without it).
+ * A row with no more than top_k scores is selected whole: its indices in rising order, then -1 (which is
+ * neither offset nor looked up) and, in values, -inf.
+ * Of a longer row exactly top_k scores are selected, and none that is not is larger than one that is. They come
+ * in no order of value.
+ * Scores are compared as bit patterns: -NaN, -inf, negative numbers, -0, +0, positive numbers, +inf, NaN, from
+ * the smallest to the largest. So a NaN without its sign bit is selected before anything else, and -0 after 0.
+ * deterministic: the same row with the same max_len, row_stride and row_starts (given or not) on the same SM
+ * gives the same indices in the same order, whatever else is in the batch. Of equal scores at the boundary,
+ * those are selected that come first by (chunk, column in the chunk modulo 1024, column): a chunk is what one
+ * thread block holds, see below. Without it, which of equal scores are selected, and every order, may differ
+ * from launch to launch.
+ * Chunks: a row is cut into the fewest equal parts that fit into shared memory with 2080 bytes beside them,
+ * each rounded up to whole vectors of 16 bytes (of the largest power of two that divides row_stride, if that is
+ * less; of one element with row_starts). Rows of at most one chunk (57,528 float32 or 115,056 16-bit scores on
+ * SM90 and SM100, 24,760 and 49,520 on SM120, if deterministic) take a thread block each, longer ones a group
+ * of blocks that wait for one another.
+ * Blocks of a group wait for one another on the device, so all blocks of a launch must be able to run at once:
+ * no more are launched than the device has multiprocessors, and a max_len that needs more is refused. Two
+ * launches that both need groups must not run at the same time on one device.
+ * semaphores must be zero before the first launch. Each launch leaves in them what the next one needs, of any
+ * variant of this op and any sizes. */
+/* What is fixed when topk_regions is prepared. Read during the call only. */
+typedef struct kseal_topk_regions_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Element type of scores and values. kseal_dtype: bf16, f16, f32. */
+    uint32_t dtype;
+    /* 1 when selected indices are looked up in a page table, 0 when they are offset. */
+    uint32_t paged;
+    /* 1 when the same scores must give the same indices in the same order, 0 for the faster kernel; see
+     * semantics. */
+    uint32_t deterministic;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_topk_regions_config;
+
+/* What one run of topk_regions gets. Read during the call only. */
+typedef struct kseal_topk_regions_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* k: at least 1. */
+    int32_t top_k;
+    /* Scores that an entry of page_table stands for: a power of two up to 2^30. 0 when config.paged is 0. */
+    int32_t page_size;
+    /* R. 0 is a no-op that succeeds. R * top_k must be below 2^32. */
+    int64_t num_rows;
+    /* The longest that a row can be; what is launched follows from it. At least 1. */
+    int64_t max_len;
+    /* Distance between rows of scores; 0 means max_len, and it is at least that. In elements. */
+    int64_t row_stride;
+    /* Rows of page_table: R without row_to_request. 0 when config.paged is 0. */
+    int64_t num_requests;
+    /* Columns of page_table. 0 when config.paged is 0. */
+    int64_t max_pages;
+    /* Distance between rows of page_table; 0 means max_pages, and it is at least that. 0 when config.paged is
+     * 0. In elements. */
+    int64_t page_table_stride;
+    /* [R, max_len] of dtype with row_stride, aligned to its element. */
+    const void *scores;
+    /* [R] int32, or null where every row has max_len scores. */
+    const void *lengths;
+    /* [R] int32, the column of each row's first score, or null where that is 0. row_starts + lengths must not
+     * exceed row_stride. Read on the device: not checked. */
+    const void *row_starts;
+    /* [R] int32, added to the indices of each row, or null for none. Null when config.paged is 1. */
+    const void *offsets;
+    /* [num_requests, max_pages] int32 with page_table_stride. Null exactly when config.paged is 0. Entries that
+     * no selected index needs are not read. */
+    const void *page_table;
+    /* [R] int32, the row of page_table for each row, or null where that is its own number. Null when
+     * config.paged is 0. Read on the device: not checked. */
+    const void *row_to_request;
+    /* [R] int32, the column of page_table for each row's index 0, or null for row_starts (needed with
+     * row_starts and pages of more than 1). Null when config.paged is 0. Read on the device: not checked. */
+    const void *page_table_starts;
+    /* [R, top_k] int32, dense. Written. */
+    void *indices;
+    /* [R, top_k] of dtype, dense, the scores of indices, or null. Null when config.paged is 1. */
+    void *values;
+    /* [R, top_k] int32, dense, the indices before they are looked up, or null. Null when config.paged is 0. */
+    void *raw_indices;
+    /* Memory of the size kseal_topk_regions_semaphores_size gives, 16-byte aligned, zero before the first
+     * launch, one per launch in flight. May be null when that size is 0. */
+    void *semaphores;
+    /* Size of semaphores. In bytes. */
+    uint64_t semaphores_bytes;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_topk_regions_args;
+
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Lifetimes: *handle is the caller's until kseal_topk_regions_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
+KSEAL_API kseal_status kseal_topk_regions_prepare(kseal_bundle *bundle,
+    const kseal_topk_regions_config *config,
+    kseal_topk_regions **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_topk_regions_workspace_size(kseal_topk_regions *handle,
+    const kseal_topk_regions_args *args,
+    uint64_t *bytes);
+
+/* Bytes of semaphores that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_topk_regions_semaphores_size(kseal_topk_regions *handle,
+    const kseal_topk_regions_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
+KSEAL_API kseal_status kseal_topk_regions_run(kseal_topk_regions *handle, const kseal_topk_regions_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
+KSEAL_API kseal_status kseal_topk_regions_release(kseal_topk_regions *handle);
+
+/* topk_varlen: The k largest scores of every row of a decode step, lengths derived from those of the sequences,
+ * long rows spread over idle multiprocessors, one kernel launch.
+ * Row r belongs to request r // next_n and is its token r % next_n of next_n. It has the scores at columns 0 ..
+ * L - 1 with L = (seq_lens[r // next_n] - next_n + r % next_n + 1) // compress_ratio, at least 0 and at most
+ * max_len. What lies beyond is not read.
+ * A row with no more than top_k scores is selected whole: its columns in rising order, then -1 and, in values,
+ * -inf.
+ * Of a longer row exactly top_k scores are selected, and none that is not is larger than one that is. Which of
+ * equal scores are selected, and every order, may differ from launch to launch: the op topk_regions has a
+ * deterministic mode.
+ * Scores are compared as bit patterns: -NaN, -inf, negative numbers, -0, +0, positive numbers, +inf, NaN, from
+ * the smallest to the largest.
+ * With at most half as many rows as multiprocessors, a row is spread over thread blocks of at least 8192
+ * scores, a power of two, so that they fill the device; with more, over as few as can hold it (57,536 float32
+ * or 115,072 16-bit scores each on SM90 and SM100, 24,768 and 49,536 on SM120).
+ * Blocks that share a row wait for one another on the device, so all blocks of a launch must be able to run at
+ * once: no more are launched than the device has multiprocessors, and a max_len that needs more is refused. Two
+ * launches that both share rows must not run at the same time on one device.
+ * semaphores must be zero before the first launch. Each launch leaves in them what the next one needs, of any
+ * variant of this op and any sizes.
+ * Every launch may begin while the kernel before it on the stream is ending (programmatic dependent launch); it
+ * waits for that kernel before it reads or writes memory. */
+/* What is fixed when topk_varlen is prepared. Read during the call only. */
+typedef struct kseal_topk_varlen_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Element type of scores and values. kseal_dtype: bf16, f16, f32. */
+    uint32_t dtype;
+    /* 1 when runs store the selected scores too, 0 when indices alone. */
+    uint32_t values;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_topk_varlen_config;
+
+/* What one run of topk_varlen gets. Read during the call only. */
+typedef struct kseal_topk_varlen_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* k: at least 1. */
+    int32_t top_k;
+    /* Rows of a request: at least 1. */
+    int32_t next_n;
+    /* Tokens that one score stands for: at least 1. */
+    int32_t compress_ratio;
+    /* B. 0 is a no-op that succeeds. B * next_n is R, below 2^30. */
+    int64_t num_requests;
+    /* Scores that a row can have; what is launched follows from it. At least 1, below 2^31. */
+    int64_t max_len;
+    /* Distance between rows of scores; 0 means max_len, and it is at least that. In elements. */
+    int64_t row_stride;
+    /* [R, max_len] of dtype with row_stride, aligned to its element. */
+    const void *scores;
+    /* [B] int32, tokens of each sequence, above -2^30. */
+    const void *seq_lens;
+    /* [R, top_k] int32, dense. Written. */
+    void *indices;
+    /* [R, top_k] of dtype, dense, the scores of indices. Null exactly when config.values is 0. */
+    void *values;
+    /* Memory of the size kseal_topk_varlen_semaphores_size gives, 16-byte aligned, zero before the first
+     * launch, one per launch in flight. May be null when that size is 0. */
+    void *semaphores;
+    /* Size of semaphores. In bytes. */
+    uint64_t semaphores_bytes;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_topk_varlen_args;
+
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Lifetimes: *handle is the caller's until kseal_topk_varlen_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
+KSEAL_API kseal_status kseal_topk_varlen_prepare(kseal_bundle *bundle,
+    const kseal_topk_varlen_config *config,
+    kseal_topk_varlen **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_topk_varlen_workspace_size(kseal_topk_varlen *handle,
+    const kseal_topk_varlen_args *args,
+    uint64_t *bytes);
+
+/* Bytes of semaphores that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_topk_varlen_semaphores_size(kseal_topk_varlen *handle,
+    const kseal_topk_varlen_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
+KSEAL_API kseal_status kseal_topk_varlen_run(kseal_topk_varlen *handle, const kseal_topk_varlen_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
+KSEAL_API kseal_status kseal_topk_varlen_release(kseal_topk_varlen *handle);
 
 /* xqa_decode: Decode attention over a paged KV cache (MQA, GQA, MHA), one query token a sequence or a few
  * drafts, one kernel launch.

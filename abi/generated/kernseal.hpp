@@ -3,8 +3,8 @@
  * kernseal.h for C++17, header only: owned handles, exceptions, and a library that is checked before it is loaded.
  *
  *     auto bundle = kernseal::open(folder, KSEAL_PINS_LIBRARY_SHA256);
- *     auto config = kernseal::GdnPrefill::config();
- *     auto op = bundle.prepare<kernseal::GdnPrefill>(config);
+ *     auto config = kernseal::GdnDecode::config();
+ *     auto op = bundle.prepare<kernseal::GdnDecode>(config);
  *     op.run(args);
  *
  * What can fail throws kernseal::Error; Prepared::try_run, for a loop that must not, gives the status instead. A program built
@@ -58,10 +58,51 @@ struct Api {
     decltype(&::kseal_close) kseal_close;
     decltype(&::kseal_variant_count) kseal_variant_count;
     decltype(&::kseal_variant_at) kseal_variant_at;
+    decltype(&::kseal_gdn_decode_prepare) kseal_gdn_decode_prepare;
+    decltype(&::kseal_gdn_decode_workspace_size) kseal_gdn_decode_workspace_size;
+    decltype(&::kseal_gdn_decode_run) kseal_gdn_decode_run;
+    decltype(&::kseal_gdn_decode_release) kseal_gdn_decode_release;
     decltype(&::kseal_gdn_prefill_prepare) kseal_gdn_prefill_prepare;
     decltype(&::kseal_gdn_prefill_workspace_size) kseal_gdn_prefill_workspace_size;
     decltype(&::kseal_gdn_prefill_run) kseal_gdn_prefill_run;
     decltype(&::kseal_gdn_prefill_release) kseal_gdn_prefill_release;
+    decltype(&::kseal_gdn_prefill_cp_prepare) kseal_gdn_prefill_cp_prepare;
+    decltype(&::kseal_gdn_prefill_cp_workspace_size) kseal_gdn_prefill_cp_workspace_size;
+    decltype(&::kseal_gdn_prefill_cp_run) kseal_gdn_prefill_cp_run;
+    decltype(&::kseal_gdn_prefill_cp_release) kseal_gdn_prefill_cp_release;
+    decltype(&::kseal_paged_mqa_logits_prepare) kseal_paged_mqa_logits_prepare;
+    decltype(&::kseal_paged_mqa_logits_workspace_size) kseal_paged_mqa_logits_workspace_size;
+    decltype(&::kseal_paged_mqa_logits_run) kseal_paged_mqa_logits_run;
+    decltype(&::kseal_paged_mqa_logits_release) kseal_paged_mqa_logits_release;
+    decltype(&::kseal_paged_mqa_schedule_prepare) kseal_paged_mqa_schedule_prepare;
+    decltype(&::kseal_paged_mqa_schedule_workspace_size) kseal_paged_mqa_schedule_workspace_size;
+    decltype(&::kseal_paged_mqa_schedule_run) kseal_paged_mqa_schedule_run;
+    decltype(&::kseal_paged_mqa_schedule_release) kseal_paged_mqa_schedule_release;
+    decltype(&::kseal_qsa_attention_choose) kseal_qsa_attention_choose;
+    decltype(&::kseal_qsa_attention_prepare) kseal_qsa_attention_prepare;
+    decltype(&::kseal_qsa_attention_workspace_size) kseal_qsa_attention_workspace_size;
+    decltype(&::kseal_qsa_attention_run) kseal_qsa_attention_run;
+    decltype(&::kseal_qsa_attention_release) kseal_qsa_attention_release;
+    decltype(&::kseal_qsa_metadata_prepare) kseal_qsa_metadata_prepare;
+    decltype(&::kseal_qsa_metadata_workspace_size) kseal_qsa_metadata_workspace_size;
+    decltype(&::kseal_qsa_metadata_run) kseal_qsa_metadata_run;
+    decltype(&::kseal_qsa_metadata_release) kseal_qsa_metadata_release;
+    decltype(&::kseal_ragged_prefill_prepare) kseal_ragged_prefill_prepare;
+    decltype(&::kseal_ragged_prefill_workspace_size) kseal_ragged_prefill_workspace_size;
+    decltype(&::kseal_ragged_prefill_plan_size) kseal_ragged_prefill_plan_size;
+    decltype(&::kseal_ragged_prefill_plan) kseal_ragged_prefill_plan;
+    decltype(&::kseal_ragged_prefill_run) kseal_ragged_prefill_run;
+    decltype(&::kseal_ragged_prefill_release) kseal_ragged_prefill_release;
+    decltype(&::kseal_topk_regions_prepare) kseal_topk_regions_prepare;
+    decltype(&::kseal_topk_regions_workspace_size) kseal_topk_regions_workspace_size;
+    decltype(&::kseal_topk_regions_semaphores_size) kseal_topk_regions_semaphores_size;
+    decltype(&::kseal_topk_regions_run) kseal_topk_regions_run;
+    decltype(&::kseal_topk_regions_release) kseal_topk_regions_release;
+    decltype(&::kseal_topk_varlen_prepare) kseal_topk_varlen_prepare;
+    decltype(&::kseal_topk_varlen_workspace_size) kseal_topk_varlen_workspace_size;
+    decltype(&::kseal_topk_varlen_semaphores_size) kseal_topk_varlen_semaphores_size;
+    decltype(&::kseal_topk_varlen_run) kseal_topk_varlen_run;
+    decltype(&::kseal_topk_varlen_release) kseal_topk_varlen_release;
     decltype(&::kseal_xqa_decode_prepare) kseal_xqa_decode_prepare;
     decltype(&::kseal_xqa_decode_workspace_size) kseal_xqa_decode_workspace_size;
     decltype(&::kseal_xqa_decode_semaphores_size) kseal_xqa_decode_semaphores_size;
@@ -91,10 +132,51 @@ template <class Find> Api resolve(Find find) {
     set(api.kseal_close, "kseal_close");
     set(api.kseal_variant_count, "kseal_variant_count");
     set(api.kseal_variant_at, "kseal_variant_at");
+    set(api.kseal_gdn_decode_prepare, "kseal_gdn_decode_prepare");
+    set(api.kseal_gdn_decode_workspace_size, "kseal_gdn_decode_workspace_size");
+    set(api.kseal_gdn_decode_run, "kseal_gdn_decode_run");
+    set(api.kseal_gdn_decode_release, "kseal_gdn_decode_release");
     set(api.kseal_gdn_prefill_prepare, "kseal_gdn_prefill_prepare");
     set(api.kseal_gdn_prefill_workspace_size, "kseal_gdn_prefill_workspace_size");
     set(api.kseal_gdn_prefill_run, "kseal_gdn_prefill_run");
     set(api.kseal_gdn_prefill_release, "kseal_gdn_prefill_release");
+    set(api.kseal_gdn_prefill_cp_prepare, "kseal_gdn_prefill_cp_prepare");
+    set(api.kseal_gdn_prefill_cp_workspace_size, "kseal_gdn_prefill_cp_workspace_size");
+    set(api.kseal_gdn_prefill_cp_run, "kseal_gdn_prefill_cp_run");
+    set(api.kseal_gdn_prefill_cp_release, "kseal_gdn_prefill_cp_release");
+    set(api.kseal_paged_mqa_logits_prepare, "kseal_paged_mqa_logits_prepare");
+    set(api.kseal_paged_mqa_logits_workspace_size, "kseal_paged_mqa_logits_workspace_size");
+    set(api.kseal_paged_mqa_logits_run, "kseal_paged_mqa_logits_run");
+    set(api.kseal_paged_mqa_logits_release, "kseal_paged_mqa_logits_release");
+    set(api.kseal_paged_mqa_schedule_prepare, "kseal_paged_mqa_schedule_prepare");
+    set(api.kseal_paged_mqa_schedule_workspace_size, "kseal_paged_mqa_schedule_workspace_size");
+    set(api.kseal_paged_mqa_schedule_run, "kseal_paged_mqa_schedule_run");
+    set(api.kseal_paged_mqa_schedule_release, "kseal_paged_mqa_schedule_release");
+    set(api.kseal_qsa_attention_choose, "kseal_qsa_attention_choose");
+    set(api.kseal_qsa_attention_prepare, "kseal_qsa_attention_prepare");
+    set(api.kseal_qsa_attention_workspace_size, "kseal_qsa_attention_workspace_size");
+    set(api.kseal_qsa_attention_run, "kseal_qsa_attention_run");
+    set(api.kseal_qsa_attention_release, "kseal_qsa_attention_release");
+    set(api.kseal_qsa_metadata_prepare, "kseal_qsa_metadata_prepare");
+    set(api.kseal_qsa_metadata_workspace_size, "kseal_qsa_metadata_workspace_size");
+    set(api.kseal_qsa_metadata_run, "kseal_qsa_metadata_run");
+    set(api.kseal_qsa_metadata_release, "kseal_qsa_metadata_release");
+    set(api.kseal_ragged_prefill_prepare, "kseal_ragged_prefill_prepare");
+    set(api.kseal_ragged_prefill_workspace_size, "kseal_ragged_prefill_workspace_size");
+    set(api.kseal_ragged_prefill_plan_size, "kseal_ragged_prefill_plan_size");
+    set(api.kseal_ragged_prefill_plan, "kseal_ragged_prefill_plan");
+    set(api.kseal_ragged_prefill_run, "kseal_ragged_prefill_run");
+    set(api.kseal_ragged_prefill_release, "kseal_ragged_prefill_release");
+    set(api.kseal_topk_regions_prepare, "kseal_topk_regions_prepare");
+    set(api.kseal_topk_regions_workspace_size, "kseal_topk_regions_workspace_size");
+    set(api.kseal_topk_regions_semaphores_size, "kseal_topk_regions_semaphores_size");
+    set(api.kseal_topk_regions_run, "kseal_topk_regions_run");
+    set(api.kseal_topk_regions_release, "kseal_topk_regions_release");
+    set(api.kseal_topk_varlen_prepare, "kseal_topk_varlen_prepare");
+    set(api.kseal_topk_varlen_workspace_size, "kseal_topk_varlen_workspace_size");
+    set(api.kseal_topk_varlen_semaphores_size, "kseal_topk_varlen_semaphores_size");
+    set(api.kseal_topk_varlen_run, "kseal_topk_varlen_run");
+    set(api.kseal_topk_varlen_release, "kseal_topk_varlen_release");
     set(api.kseal_xqa_decode_prepare, "kseal_xqa_decode_prepare");
     set(api.kseal_xqa_decode_workspace_size, "kseal_xqa_decode_workspace_size");
     set(api.kseal_xqa_decode_semaphores_size, "kseal_xqa_decode_semaphores_size");
@@ -232,6 +314,25 @@ inline void *load_bytes(const Bytes &bytes) {
 
 } // namespace detail
 
+/// Gated delta rule (GDN) decode of T tokens a sequence (T = 1, or drafts to verify), states a pool of bfloat16, one kernel launch.
+struct GdnDecode {
+    using Raw = kseal_gdn_decode;
+    using Config = kseal_gdn_decode_config;
+    using Args = kseal_gdn_decode_args;
+
+    static constexpr const char *name = "gdn_decode";
+    static constexpr bool has_semaphores = false;
+    static constexpr bool has_plan = false;
+    static constexpr auto prepare = &Api::kseal_gdn_decode_prepare;
+    static constexpr auto workspace_size = &Api::kseal_gdn_decode_workspace_size;
+    static constexpr auto run = &Api::kseal_gdn_decode_run;
+    static constexpr auto release = &Api::kseal_gdn_decode_release;
+
+    /// All zero but for struct_size.
+    static Config config() noexcept { return detail::sized<Config>(); }
+    static Args args() noexcept { return detail::sized<Args>(); }
+};
+
 /// Gated delta rule (GDN) prefill over packed sequences, one fused kernel launch.
 struct GdnPrefill {
     using Raw = kseal_gdn_prefill;
@@ -245,6 +346,163 @@ struct GdnPrefill {
     static constexpr auto workspace_size = &Api::kseal_gdn_prefill_workspace_size;
     static constexpr auto run = &Api::kseal_gdn_prefill_run;
     static constexpr auto release = &Api::kseal_gdn_prefill_release;
+
+    /// All zero but for struct_size.
+    static Config config() noexcept { return detail::sized<Config>(); }
+    static Args args() noexcept { return detail::sized<Args>(); }
+};
+
+/// Gated delta rule (GDN) prefill for few long sequences, each cut into chunks that run side by side; four or five kernel launches.
+struct GdnPrefillCp {
+    using Raw = kseal_gdn_prefill_cp;
+    using Config = kseal_gdn_prefill_cp_config;
+    using Args = kseal_gdn_prefill_cp_args;
+
+    static constexpr const char *name = "gdn_prefill_cp";
+    static constexpr bool has_semaphores = false;
+    static constexpr bool has_plan = false;
+    static constexpr auto prepare = &Api::kseal_gdn_prefill_cp_prepare;
+    static constexpr auto workspace_size = &Api::kseal_gdn_prefill_cp_workspace_size;
+    static constexpr auto run = &Api::kseal_gdn_prefill_cp_run;
+    static constexpr auto release = &Api::kseal_gdn_prefill_cp_release;
+
+    /// All zero but for struct_size.
+    static Config config() noexcept { return detail::sized<Config>(); }
+    static Args args() noexcept { return detail::sized<Args>(); }
+};
+
+/// Attention scores of a sparse-attention indexer over a paged FP8 or FP4 cache of one KV head, one kernel launch.
+struct PagedMqaLogits {
+    using Raw = kseal_paged_mqa_logits;
+    using Config = kseal_paged_mqa_logits_config;
+    using Args = kseal_paged_mqa_logits_args;
+
+    static constexpr const char *name = "paged_mqa_logits";
+    static constexpr bool has_semaphores = false;
+    static constexpr bool has_plan = false;
+    static constexpr auto prepare = &Api::kseal_paged_mqa_logits_prepare;
+    static constexpr auto workspace_size = &Api::kseal_paged_mqa_logits_workspace_size;
+    static constexpr auto run = &Api::kseal_paged_mqa_logits_run;
+    static constexpr auto release = &Api::kseal_paged_mqa_logits_release;
+
+    /// All zero but for struct_size.
+    static Config config() noexcept { return detail::sized<Config>(); }
+    static Args args() noexcept { return detail::sized<Args>(); }
+};
+
+/// Which CTA of a paged MQA logits launch works on which part of which sequence, computed on the device by one warp.
+struct PagedMqaSchedule {
+    using Raw = kseal_paged_mqa_schedule;
+    using Config = kseal_paged_mqa_schedule_config;
+    using Args = kseal_paged_mqa_schedule_args;
+
+    static constexpr const char *name = "paged_mqa_schedule";
+    static constexpr bool has_semaphores = false;
+    static constexpr bool has_plan = false;
+    static constexpr auto prepare = &Api::kseal_paged_mqa_schedule_prepare;
+    static constexpr auto workspace_size = &Api::kseal_paged_mqa_schedule_workspace_size;
+    static constexpr auto run = &Api::kseal_paged_mqa_schedule_run;
+    static constexpr auto release = &Api::kseal_paged_mqa_schedule_release;
+
+    /// All zero but for struct_size.
+    static Config config() noexcept { return detail::sized<Config>(); }
+    static Args args() noexcept { return detail::sized<Args>(); }
+};
+
+/// Attention over the KV blocks that were selected for each query token (QSA), paged cache, decode, drafts and prefill.
+struct QsaAttention {
+    using Raw = kseal_qsa_attention;
+    using Config = kseal_qsa_attention_config;
+    using Args = kseal_qsa_attention_args;
+
+    static constexpr const char *name = "qsa_attention";
+    static constexpr bool has_semaphores = false;
+    static constexpr bool has_plan = false;
+    static constexpr auto choose = &Api::kseal_qsa_attention_choose;
+    static constexpr auto prepare = &Api::kseal_qsa_attention_prepare;
+    static constexpr auto workspace_size = &Api::kseal_qsa_attention_workspace_size;
+    static constexpr auto run = &Api::kseal_qsa_attention_run;
+    static constexpr auto release = &Api::kseal_qsa_attention_release;
+
+    /// All zero but for struct_size.
+    static Config config() noexcept { return detail::sized<Config>(); }
+    static Args args() noexcept { return detail::sized<Args>(); }
+};
+
+/// The tables that QSA attention reads for routes of 2 to 8 query tokens, from the blocks that each token selected.
+struct QsaMetadata {
+    using Raw = kseal_qsa_metadata;
+    using Config = kseal_qsa_metadata_config;
+    using Args = kseal_qsa_metadata_args;
+
+    static constexpr const char *name = "qsa_metadata";
+    static constexpr bool has_semaphores = false;
+    static constexpr bool has_plan = false;
+    static constexpr auto prepare = &Api::kseal_qsa_metadata_prepare;
+    static constexpr auto workspace_size = &Api::kseal_qsa_metadata_workspace_size;
+    static constexpr auto run = &Api::kseal_qsa_metadata_run;
+    static constexpr auto release = &Api::kseal_qsa_metadata_release;
+
+    /// All zero but for struct_size.
+    static Config config() noexcept { return detail::sized<Config>(); }
+    static Args args() noexcept { return detail::sized<Args>(); }
+};
+
+/// Attention of packed sequences of different lengths over keys and values that are packed likewise (FA2), planned on the host.
+struct RaggedPrefill {
+    using Raw = kseal_ragged_prefill;
+    using Config = kseal_ragged_prefill_config;
+    using Args = kseal_ragged_prefill_args;
+
+    static constexpr const char *name = "ragged_prefill";
+    static constexpr bool has_semaphores = false;
+    static constexpr bool has_plan = true;
+    static constexpr auto prepare = &Api::kseal_ragged_prefill_prepare;
+    static constexpr auto workspace_size = &Api::kseal_ragged_prefill_workspace_size;
+    static constexpr auto plan_size = &Api::kseal_ragged_prefill_plan_size;
+    static constexpr auto plan = &Api::kseal_ragged_prefill_plan;
+    static constexpr auto run = &Api::kseal_ragged_prefill_run;
+    static constexpr auto release = &Api::kseal_ragged_prefill_release;
+
+    /// All zero but for struct_size.
+    static Config config() noexcept { return detail::sized<Config>(); }
+    static Args args() noexcept { return detail::sized<Args>(); }
+};
+
+/// The k largest scores of every row of a batch, each row with its own length, as indices, offset indices or slots of a page table, one kernel launch.
+struct TopkRegions {
+    using Raw = kseal_topk_regions;
+    using Config = kseal_topk_regions_config;
+    using Args = kseal_topk_regions_args;
+
+    static constexpr const char *name = "topk_regions";
+    static constexpr bool has_semaphores = true;
+    static constexpr bool has_plan = false;
+    static constexpr auto prepare = &Api::kseal_topk_regions_prepare;
+    static constexpr auto workspace_size = &Api::kseal_topk_regions_workspace_size;
+    static constexpr auto semaphores_size = &Api::kseal_topk_regions_semaphores_size;
+    static constexpr auto run = &Api::kseal_topk_regions_run;
+    static constexpr auto release = &Api::kseal_topk_regions_release;
+
+    /// All zero but for struct_size.
+    static Config config() noexcept { return detail::sized<Config>(); }
+    static Args args() noexcept { return detail::sized<Args>(); }
+};
+
+/// The k largest scores of every row of a decode step, lengths derived from those of the sequences, long rows spread over idle multiprocessors, one kernel launch.
+struct TopkVarlen {
+    using Raw = kseal_topk_varlen;
+    using Config = kseal_topk_varlen_config;
+    using Args = kseal_topk_varlen_args;
+
+    static constexpr const char *name = "topk_varlen";
+    static constexpr bool has_semaphores = true;
+    static constexpr bool has_plan = false;
+    static constexpr auto prepare = &Api::kseal_topk_varlen_prepare;
+    static constexpr auto workspace_size = &Api::kseal_topk_varlen_workspace_size;
+    static constexpr auto semaphores_size = &Api::kseal_topk_varlen_semaphores_size;
+    static constexpr auto run = &Api::kseal_topk_varlen_run;
+    static constexpr auto release = &Api::kseal_topk_varlen_release;
 
     /// All zero but for struct_size.
     static Config config() noexcept { return detail::sized<Config>(); }
@@ -325,10 +583,51 @@ class Library {
         api.kseal_close = &::kseal_close;
         api.kseal_variant_count = &::kseal_variant_count;
         api.kseal_variant_at = &::kseal_variant_at;
+        api.kseal_gdn_decode_prepare = &::kseal_gdn_decode_prepare;
+        api.kseal_gdn_decode_workspace_size = &::kseal_gdn_decode_workspace_size;
+        api.kseal_gdn_decode_run = &::kseal_gdn_decode_run;
+        api.kseal_gdn_decode_release = &::kseal_gdn_decode_release;
         api.kseal_gdn_prefill_prepare = &::kseal_gdn_prefill_prepare;
         api.kseal_gdn_prefill_workspace_size = &::kseal_gdn_prefill_workspace_size;
         api.kseal_gdn_prefill_run = &::kseal_gdn_prefill_run;
         api.kseal_gdn_prefill_release = &::kseal_gdn_prefill_release;
+        api.kseal_gdn_prefill_cp_prepare = &::kseal_gdn_prefill_cp_prepare;
+        api.kseal_gdn_prefill_cp_workspace_size = &::kseal_gdn_prefill_cp_workspace_size;
+        api.kseal_gdn_prefill_cp_run = &::kseal_gdn_prefill_cp_run;
+        api.kseal_gdn_prefill_cp_release = &::kseal_gdn_prefill_cp_release;
+        api.kseal_paged_mqa_logits_prepare = &::kseal_paged_mqa_logits_prepare;
+        api.kseal_paged_mqa_logits_workspace_size = &::kseal_paged_mqa_logits_workspace_size;
+        api.kseal_paged_mqa_logits_run = &::kseal_paged_mqa_logits_run;
+        api.kseal_paged_mqa_logits_release = &::kseal_paged_mqa_logits_release;
+        api.kseal_paged_mqa_schedule_prepare = &::kseal_paged_mqa_schedule_prepare;
+        api.kseal_paged_mqa_schedule_workspace_size = &::kseal_paged_mqa_schedule_workspace_size;
+        api.kseal_paged_mqa_schedule_run = &::kseal_paged_mqa_schedule_run;
+        api.kseal_paged_mqa_schedule_release = &::kseal_paged_mqa_schedule_release;
+        api.kseal_qsa_attention_choose = &::kseal_qsa_attention_choose;
+        api.kseal_qsa_attention_prepare = &::kseal_qsa_attention_prepare;
+        api.kseal_qsa_attention_workspace_size = &::kseal_qsa_attention_workspace_size;
+        api.kseal_qsa_attention_run = &::kseal_qsa_attention_run;
+        api.kseal_qsa_attention_release = &::kseal_qsa_attention_release;
+        api.kseal_qsa_metadata_prepare = &::kseal_qsa_metadata_prepare;
+        api.kseal_qsa_metadata_workspace_size = &::kseal_qsa_metadata_workspace_size;
+        api.kseal_qsa_metadata_run = &::kseal_qsa_metadata_run;
+        api.kseal_qsa_metadata_release = &::kseal_qsa_metadata_release;
+        api.kseal_ragged_prefill_prepare = &::kseal_ragged_prefill_prepare;
+        api.kseal_ragged_prefill_workspace_size = &::kseal_ragged_prefill_workspace_size;
+        api.kseal_ragged_prefill_plan_size = &::kseal_ragged_prefill_plan_size;
+        api.kseal_ragged_prefill_plan = &::kseal_ragged_prefill_plan;
+        api.kseal_ragged_prefill_run = &::kseal_ragged_prefill_run;
+        api.kseal_ragged_prefill_release = &::kseal_ragged_prefill_release;
+        api.kseal_topk_regions_prepare = &::kseal_topk_regions_prepare;
+        api.kseal_topk_regions_workspace_size = &::kseal_topk_regions_workspace_size;
+        api.kseal_topk_regions_semaphores_size = &::kseal_topk_regions_semaphores_size;
+        api.kseal_topk_regions_run = &::kseal_topk_regions_run;
+        api.kseal_topk_regions_release = &::kseal_topk_regions_release;
+        api.kseal_topk_varlen_prepare = &::kseal_topk_varlen_prepare;
+        api.kseal_topk_varlen_workspace_size = &::kseal_topk_varlen_workspace_size;
+        api.kseal_topk_varlen_semaphores_size = &::kseal_topk_varlen_semaphores_size;
+        api.kseal_topk_varlen_run = &::kseal_topk_varlen_run;
+        api.kseal_topk_varlen_release = &::kseal_topk_varlen_release;
         api.kseal_xqa_decode_prepare = &::kseal_xqa_decode_prepare;
         api.kseal_xqa_decode_workspace_size = &::kseal_xqa_decode_workspace_size;
         api.kseal_xqa_decode_semaphores_size = &::kseal_xqa_decode_semaphores_size;

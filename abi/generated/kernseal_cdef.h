@@ -50,7 +50,16 @@ typedef uint32_t kseal_evidence;
 typedef uint32_t kseal_open_flag;
 #define KSEAL_OPEN_FLAG_VALIDATION 1
 typedef struct kseal_bundle kseal_bundle;
+typedef struct kseal_gdn_decode kseal_gdn_decode;
 typedef struct kseal_gdn_prefill kseal_gdn_prefill;
+typedef struct kseal_gdn_prefill_cp kseal_gdn_prefill_cp;
+typedef struct kseal_paged_mqa_logits kseal_paged_mqa_logits;
+typedef struct kseal_paged_mqa_schedule kseal_paged_mqa_schedule;
+typedef struct kseal_qsa_attention kseal_qsa_attention;
+typedef struct kseal_qsa_metadata kseal_qsa_metadata;
+typedef struct kseal_ragged_prefill kseal_ragged_prefill;
+typedef struct kseal_topk_regions kseal_topk_regions;
+typedef struct kseal_topk_varlen kseal_topk_varlen;
 typedef struct kseal_xqa_decode kseal_xqa_decode;
 typedef struct kseal_xqa_mla kseal_xqa_mla;
 typedef struct kseal_open_args {
@@ -76,6 +85,49 @@ typedef struct kseal_variant_info {
     uint32_t static_smem;
     uint32_t dynamic_smem;
 } kseal_variant_info;
+typedef struct kseal_gdn_decode_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t tokens;
+    uint32_t wide;
+    uint32_t tile_v;
+    uint32_t index_dtype;
+    uint32_t qk_l2norm;
+    uint32_t output_indices;
+    uint32_t intermediate_states;
+    uint32_t update_state;
+    void *stream;
+} kseal_gdn_decode_config;
+typedef struct kseal_gdn_decode_args {
+    uint32_t struct_size;
+    int32_t num_q_heads;
+    int32_t num_v_heads;
+    int32_t head_dim;
+    float scale;
+    int64_t batch_size;
+    int64_t pool_rows;
+    int64_t intermediate_steps;
+    int64_t q_token_stride;
+    int64_t k_token_stride;
+    int64_t v_token_stride;
+    int64_t o_token_stride;
+    int64_t a_token_stride;
+    int64_t b_token_stride;
+    int64_t state_row_stride;
+    const void *q;
+    const void *k;
+    const void *v;
+    const void *a;
+    const void *b;
+    const void *a_log;
+    const void *dt_bias;
+    void *o;
+    void *state;
+    const void *state_indices;
+    const void *output_state_indices;
+    void *intermediate_states;
+    void *stream;
+} kseal_gdn_decode_args;
 typedef struct kseal_gdn_prefill_config {
     uint32_t struct_size;
     int32_t device;
@@ -125,6 +177,288 @@ typedef struct kseal_gdn_prefill_args {
     uint64_t workspace_bytes;
     void *stream;
 } kseal_gdn_prefill_args;
+typedef struct kseal_gdn_prefill_cp_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t dtype;
+    uint32_t state_dtype;
+    uint32_t state_layout;
+    uint32_t index_dtype;
+    uint32_t initial_state;
+    uint32_t pooled;
+    uint32_t checkpoints;
+    void *stream;
+} kseal_gdn_prefill_cp_config;
+typedef struct kseal_gdn_prefill_cp_args {
+    uint32_t struct_size;
+    int32_t num_q_heads;
+    int32_t num_k_heads;
+    int32_t num_v_heads;
+    int32_t head_dim;
+    int32_t checkpoint_every;
+    int32_t chunk_len;
+    float scale;
+    int64_t total_tokens;
+    int64_t max_seqlen;
+    int64_t num_seqs;
+    int64_t pool_rows;
+    int64_t total_checkpoints;
+    int64_t q_token_stride;
+    int64_t k_token_stride;
+    int64_t v_token_stride;
+    int64_t o_token_stride;
+    int64_t initial_state_stride;
+    int64_t final_state_stride;
+    const void *q;
+    const void *k;
+    const void *v;
+    void *o;
+    const void *alpha;
+    const void *beta;
+    const void *initial_state;
+    void *final_state;
+    const void *cu_seqlens;
+    const void *state_indices;
+    const void *output_state_indices;
+    void *checkpoints;
+    const void *checkpoint_cu_starts;
+    void *workspace;
+    uint64_t workspace_bytes;
+    void *stream;
+} kseal_gdn_prefill_cp_args;
+typedef struct kseal_paged_mqa_logits_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t kv_dtype;
+    uint32_t out_dtype;
+    uint32_t epi_dtype;
+    uint32_t acc_dtype;
+    uint32_t num_heads;
+    uint32_t head_dim;
+    uint32_t next_n;
+    uint32_t page_size;
+    uint32_t interleaved;
+    void *stream;
+} kseal_paged_mqa_logits_config;
+typedef struct kseal_paged_mqa_logits_args {
+    uint32_t struct_size;
+    int32_t num_ctas;
+    int64_t batch_size;
+    int64_t num_pages;
+    int64_t max_pages_per_seq;
+    int64_t max_seq_len;
+    int64_t kv_page_stride;
+    int64_t page_table_stride;
+    int64_t seq_len_stride;
+    int64_t logits_stride;
+    const void *q;
+    const void *q_scales;
+    const void *kv;
+    const void *weights;
+    const void *page_table;
+    const void *seq_lens;
+    const void *schedule;
+    void *logits;
+    void *stream;
+} kseal_paged_mqa_logits_args;
+typedef struct kseal_paged_mqa_schedule_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t atoms;
+    void *stream;
+} kseal_paged_mqa_schedule_config;
+typedef struct kseal_paged_mqa_schedule_args {
+    uint32_t struct_size;
+    int32_t num_ctas;
+    int64_t batch_size;
+    int64_t seq_len_stride;
+    const void *seq_lens;
+    void *schedule;
+    void *stream;
+} kseal_paged_mqa_schedule_args;
+typedef struct kseal_qsa_attention_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t dtype;
+    uint32_t out_dtype;
+    uint32_t head_dim;
+    uint32_t heads_per_kv;
+    uint32_t block_size;
+    uint32_t page_size;
+    uint32_t grouped;
+    uint32_t position_dtype;
+    uint32_t count_current;
+    uint32_t tile_q;
+    uint32_t splits;
+    uint32_t persistent;
+    uint32_t flat_kv_heads;
+    void *stream;
+} kseal_qsa_attention_config;
+typedef struct kseal_qsa_attention_args {
+    uint32_t struct_size;
+    int32_t num_q_heads;
+    int32_t num_kv_heads;
+    int32_t group;
+    int32_t block_topk;
+    float scale;
+    float out_scale;
+    int64_t max_seq_len;
+    int64_t num_routes;
+    int64_t total_q;
+    int64_t num_pages;
+    int64_t num_requests;
+    int64_t max_pages_per_request;
+    int64_t kv_page_stride;
+    int64_t kv_head_stride;
+    int64_t kv_token_stride;
+    int64_t block_indices_stride;
+    int64_t block_table_stride;
+    const void *q;
+    const void *k;
+    const void *v;
+    void *o;
+    const void *qo_indptr;
+    const void *block_indices;
+    const void *block_table;
+    const void *token_to_request;
+    const void *query_positions;
+    const void *page_indices;
+    const void *memberships;
+    const void *kv_lens;
+    void *workspace;
+    uint64_t workspace_bytes;
+    void *stream;
+} kseal_qsa_attention_args;
+typedef struct kseal_qsa_metadata_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t group;
+    uint32_t position_dtype;
+    uint32_t query_major;
+    void *stream;
+} kseal_qsa_metadata_config;
+typedef struct kseal_qsa_metadata_args {
+    uint32_t struct_size;
+    int32_t block_size;
+    int32_t page_size;
+    int32_t block_topk;
+    uint32_t count_current;
+    int32_t flat_kv_heads;
+    uint32_t pdl;
+    int64_t max_seq_len;
+    int64_t num_routes;
+    int64_t total_q;
+    int64_t num_requests;
+    int64_t max_pages_per_request;
+    int64_t page_capacity;
+    int64_t block_indices_stride;
+    int64_t block_table_stride;
+    const void *qo_indptr;
+    const void *block_indices;
+    const void *block_table;
+    const void *token_to_request;
+    const void *query_positions;
+    void *page_indices;
+    void *memberships;
+    void *kv_lens;
+    void *stream;
+} kseal_qsa_metadata_args;
+typedef struct kseal_ragged_prefill_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t dtype;
+    uint32_t head_dim;
+    uint32_t v_dim;
+    uint32_t causal;
+    void *stream;
+} kseal_ragged_prefill_config;
+typedef struct kseal_ragged_prefill_args {
+    uint32_t struct_size;
+    int32_t num_q_heads;
+    int32_t num_kv_heads;
+    uint32_t tile_q;
+    uint32_t fixed_grid;
+    uint32_t pdl;
+    float sm_scale;
+    int64_t batch_size;
+    int64_t total_q;
+    int64_t total_kv;
+    int64_t kv_chunk;
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t k_row_stride;
+    int64_t k_head_stride;
+    int64_t v_row_stride;
+    int64_t v_head_stride;
+    const void *q;
+    const void *k;
+    const void *v;
+    void *o;
+    void *lse;
+    const void *qo_indptr;
+    const void *kv_indptr;
+    void *plan;
+    uint64_t plan_bytes;
+    const void *plan_device;
+    void *workspace;
+    uint64_t workspace_bytes;
+    void *stream;
+} kseal_ragged_prefill_args;
+typedef struct kseal_topk_regions_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t dtype;
+    uint32_t paged;
+    uint32_t deterministic;
+    void *stream;
+} kseal_topk_regions_config;
+typedef struct kseal_topk_regions_args {
+    uint32_t struct_size;
+    int32_t top_k;
+    int32_t page_size;
+    int64_t num_rows;
+    int64_t max_len;
+    int64_t row_stride;
+    int64_t num_requests;
+    int64_t max_pages;
+    int64_t page_table_stride;
+    const void *scores;
+    const void *lengths;
+    const void *row_starts;
+    const void *offsets;
+    const void *page_table;
+    const void *row_to_request;
+    const void *page_table_starts;
+    void *indices;
+    void *values;
+    void *raw_indices;
+    void *semaphores;
+    uint64_t semaphores_bytes;
+    void *stream;
+} kseal_topk_regions_args;
+typedef struct kseal_topk_varlen_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t dtype;
+    uint32_t values;
+    void *stream;
+} kseal_topk_varlen_config;
+typedef struct kseal_topk_varlen_args {
+    uint32_t struct_size;
+    int32_t top_k;
+    int32_t next_n;
+    int32_t compress_ratio;
+    int64_t num_requests;
+    int64_t max_len;
+    int64_t row_stride;
+    const void *scores;
+    const void *seq_lens;
+    void *indices;
+    void *values;
+    void *semaphores;
+    uint64_t semaphores_bytes;
+    void *stream;
+} kseal_topk_varlen_args;
 typedef struct kseal_xqa_decode_config {
     uint32_t struct_size;
     int32_t device;
@@ -217,6 +551,14 @@ kseal_status kseal_open(const kseal_open_args *args, kseal_bundle **bundle);
 void kseal_close(kseal_bundle *bundle);
 uint32_t kseal_variant_count(kseal_bundle *bundle);
 kseal_status kseal_variant_at(kseal_bundle *bundle, uint32_t index, kseal_variant_info *info);
+kseal_status kseal_gdn_decode_prepare(kseal_bundle *bundle,
+    const kseal_gdn_decode_config *config,
+    kseal_gdn_decode **handle);
+kseal_status kseal_gdn_decode_workspace_size(kseal_gdn_decode *handle,
+    const kseal_gdn_decode_args *args,
+    uint64_t *bytes);
+kseal_status kseal_gdn_decode_run(kseal_gdn_decode *handle, const kseal_gdn_decode_args *args);
+kseal_status kseal_gdn_decode_release(kseal_gdn_decode *handle);
 kseal_status kseal_gdn_prefill_prepare(kseal_bundle *bundle,
     const kseal_gdn_prefill_config *config,
     kseal_gdn_prefill **handle);
@@ -225,6 +567,87 @@ kseal_status kseal_gdn_prefill_workspace_size(kseal_gdn_prefill *handle,
     uint64_t *bytes);
 kseal_status kseal_gdn_prefill_run(kseal_gdn_prefill *handle, const kseal_gdn_prefill_args *args);
 kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle);
+kseal_status kseal_gdn_prefill_cp_prepare(kseal_bundle *bundle,
+    const kseal_gdn_prefill_cp_config *config,
+    kseal_gdn_prefill_cp **handle);
+kseal_status kseal_gdn_prefill_cp_workspace_size(kseal_gdn_prefill_cp *handle,
+    const kseal_gdn_prefill_cp_args *args,
+    uint64_t *bytes);
+kseal_status kseal_gdn_prefill_cp_run(kseal_gdn_prefill_cp *handle, const kseal_gdn_prefill_cp_args *args);
+kseal_status kseal_gdn_prefill_cp_release(kseal_gdn_prefill_cp *handle);
+kseal_status kseal_paged_mqa_logits_prepare(kseal_bundle *bundle,
+    const kseal_paged_mqa_logits_config *config,
+    kseal_paged_mqa_logits **handle);
+kseal_status kseal_paged_mqa_logits_workspace_size(kseal_paged_mqa_logits *handle,
+    const kseal_paged_mqa_logits_args *args,
+    uint64_t *bytes);
+kseal_status kseal_paged_mqa_logits_run(kseal_paged_mqa_logits *handle,
+    const kseal_paged_mqa_logits_args *args);
+kseal_status kseal_paged_mqa_logits_release(kseal_paged_mqa_logits *handle);
+kseal_status kseal_paged_mqa_schedule_prepare(kseal_bundle *bundle,
+    const kseal_paged_mqa_schedule_config *config,
+    kseal_paged_mqa_schedule **handle);
+kseal_status kseal_paged_mqa_schedule_workspace_size(kseal_paged_mqa_schedule *handle,
+    const kseal_paged_mqa_schedule_args *args,
+    uint64_t *bytes);
+kseal_status kseal_paged_mqa_schedule_run(kseal_paged_mqa_schedule *handle,
+    const kseal_paged_mqa_schedule_args *args);
+kseal_status kseal_paged_mqa_schedule_release(kseal_paged_mqa_schedule *handle);
+kseal_status kseal_qsa_attention_choose(const kseal_qsa_attention_args *args,
+    uint32_t sm_count,
+    kseal_qsa_attention_config *config);
+kseal_status kseal_qsa_attention_prepare(kseal_bundle *bundle,
+    const kseal_qsa_attention_config *config,
+    kseal_qsa_attention **handle);
+kseal_status kseal_qsa_attention_workspace_size(kseal_qsa_attention *handle,
+    const kseal_qsa_attention_args *args,
+    uint64_t *bytes);
+kseal_status kseal_qsa_attention_run(kseal_qsa_attention *handle, const kseal_qsa_attention_args *args);
+kseal_status kseal_qsa_attention_release(kseal_qsa_attention *handle);
+kseal_status kseal_qsa_metadata_prepare(kseal_bundle *bundle,
+    const kseal_qsa_metadata_config *config,
+    kseal_qsa_metadata **handle);
+kseal_status kseal_qsa_metadata_workspace_size(kseal_qsa_metadata *handle,
+    const kseal_qsa_metadata_args *args,
+    uint64_t *bytes);
+kseal_status kseal_qsa_metadata_run(kseal_qsa_metadata *handle, const kseal_qsa_metadata_args *args);
+kseal_status kseal_qsa_metadata_release(kseal_qsa_metadata *handle);
+kseal_status kseal_ragged_prefill_prepare(kseal_bundle *bundle,
+    const kseal_ragged_prefill_config *config,
+    kseal_ragged_prefill **handle);
+kseal_status kseal_ragged_prefill_workspace_size(kseal_ragged_prefill *handle,
+    const kseal_ragged_prefill_args *args,
+    uint64_t *bytes);
+kseal_status kseal_ragged_prefill_plan_size(kseal_ragged_prefill *handle,
+    const kseal_ragged_prefill_args *args,
+    uint64_t *bytes);
+kseal_status kseal_ragged_prefill_plan(kseal_ragged_prefill *handle,
+    const kseal_ragged_prefill_args *args,
+    uint64_t *bytes);
+kseal_status kseal_ragged_prefill_run(kseal_ragged_prefill *handle, const kseal_ragged_prefill_args *args);
+kseal_status kseal_ragged_prefill_release(kseal_ragged_prefill *handle);
+kseal_status kseal_topk_regions_prepare(kseal_bundle *bundle,
+    const kseal_topk_regions_config *config,
+    kseal_topk_regions **handle);
+kseal_status kseal_topk_regions_workspace_size(kseal_topk_regions *handle,
+    const kseal_topk_regions_args *args,
+    uint64_t *bytes);
+kseal_status kseal_topk_regions_semaphores_size(kseal_topk_regions *handle,
+    const kseal_topk_regions_args *args,
+    uint64_t *bytes);
+kseal_status kseal_topk_regions_run(kseal_topk_regions *handle, const kseal_topk_regions_args *args);
+kseal_status kseal_topk_regions_release(kseal_topk_regions *handle);
+kseal_status kseal_topk_varlen_prepare(kseal_bundle *bundle,
+    const kseal_topk_varlen_config *config,
+    kseal_topk_varlen **handle);
+kseal_status kseal_topk_varlen_workspace_size(kseal_topk_varlen *handle,
+    const kseal_topk_varlen_args *args,
+    uint64_t *bytes);
+kseal_status kseal_topk_varlen_semaphores_size(kseal_topk_varlen *handle,
+    const kseal_topk_varlen_args *args,
+    uint64_t *bytes);
+kseal_status kseal_topk_varlen_run(kseal_topk_varlen *handle, const kseal_topk_varlen_args *args);
+kseal_status kseal_topk_varlen_release(kseal_topk_varlen *handle);
 kseal_status kseal_xqa_decode_prepare(kseal_bundle *bundle,
     const kseal_xqa_decode_config *config,
     kseal_xqa_decode **handle);

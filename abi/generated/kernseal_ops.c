@@ -69,6 +69,118 @@ KSEAL_API const char *kseal_status_name(kseal_status status) {
     }
 }
 
+/* ---- gdn_decode ---- */
+
+static const uint32_t kseal_gdn_decode_values_tokens[] = {1, 2, 3, 4, 5, 6, 7, 8};
+static const char *const kseal_gdn_decode_names_tokens[] = {"1", "2", "3", "4", "5", "6", "7", "8"};
+
+static const uint32_t kseal_gdn_decode_values_wide[] = {0, 1};
+static const char *const kseal_gdn_decode_names_wide[] = {"0", "1"};
+
+static const uint32_t kseal_gdn_decode_values_tile_v[] = {16, 32, 64, 128};
+static const char *const kseal_gdn_decode_names_tile_v[] = {"16", "32", "64", "128"};
+
+static const uint32_t kseal_gdn_decode_values_index_dtype[] = {4, 5};
+static const char *const kseal_gdn_decode_names_index_dtype[] = {"i32", "i64"};
+
+static const uint32_t kseal_gdn_decode_values_qk_l2norm[] = {0, 1};
+static const char *const kseal_gdn_decode_names_qk_l2norm[] = {"0", "1"};
+
+static const uint32_t kseal_gdn_decode_values_output_indices[] = {0, 1};
+static const char *const kseal_gdn_decode_names_output_indices[] = {"0", "1"};
+
+static const uint32_t kseal_gdn_decode_values_intermediate_states[] = {0, 1};
+static const char *const kseal_gdn_decode_names_intermediate_states[] = {"0", "1"};
+
+static const uint32_t kseal_gdn_decode_values_update_state[] = {0, 1};
+static const char *const kseal_gdn_decode_names_update_state[] = {"0", "1"};
+
+static const struct kseal_axis kseal_gdn_decode_axes[] = {
+    {"tokens", kseal_gdn_decode_values_tokens, kseal_gdn_decode_names_tokens, 8},
+    {"wide", kseal_gdn_decode_values_wide, kseal_gdn_decode_names_wide, 2},
+    {"tile_v", kseal_gdn_decode_values_tile_v, kseal_gdn_decode_names_tile_v, 4},
+    {"index_dtype", kseal_gdn_decode_values_index_dtype, kseal_gdn_decode_names_index_dtype, 2},
+    {"qk_l2norm", kseal_gdn_decode_values_qk_l2norm, kseal_gdn_decode_names_qk_l2norm, 2},
+    {"output_indices", kseal_gdn_decode_values_output_indices, kseal_gdn_decode_names_output_indices, 2},
+    {"intermediate_states", kseal_gdn_decode_values_intermediate_states, kseal_gdn_decode_names_intermediate_states, 2},
+    {"update_state", kseal_gdn_decode_values_update_state, kseal_gdn_decode_names_update_state, 2},
+};
+
+static const struct kseal_axis_value kseal_gdn_decode_exclude_0[] = {{1, 1}, {2, 16}};
+
+static const struct kseal_axis_value kseal_gdn_decode_exclude_1[] = {{0, 1}, {6, 1}};
+
+static const struct kseal_axis_value kseal_gdn_decode_exclude_2[] = {{0, 1}, {7, 0}};
+
+static const struct kseal_axis_value kseal_gdn_decode_exclude_3[] = {{5, 1}, {7, 0}};
+
+static const struct kseal_exclude kseal_gdn_decode_excludes[] = {
+    {NULL, kseal_gdn_decode_exclude_0, 2,
+     "a wide CTA works on 32 rows of V at least"},
+    {NULL, kseal_gdn_decode_exclude_1, 2,
+     "one token has no state but the final one"},
+    {NULL, kseal_gdn_decode_exclude_2, 2,
+     "the state of a single token is kept; only drafts are verified without"},
+    {NULL, kseal_gdn_decode_exclude_3, 2,
+     "output_state_indices says where final states go, and none is written"},
+};
+
+const struct kseal_gdn_decode_class kseal_gdn_decode_classes[6] = {
+    {"narrow", 0},
+    {"wide_t1", 2},
+    {"wide", 1},
+    {"narrow_sm120", 0},
+    {"wide_t1_sm120", 2},
+    {"wide_sm120", 1},
+};
+
+static const struct kseal_op kseal_gdn_decode_op = {
+    .name = "gdn_decode",
+    .axes = kseal_gdn_decode_axes,
+    .axis_count = 8,
+    .excludes = kseal_gdn_decode_excludes,
+    .exclude_count = 4,
+};
+
+KSEAL_API kseal_status kseal_gdn_decode_prepare(kseal_bundle *bundle, const kseal_gdn_decode_config *config,
+    kseal_gdn_decode **handle) {
+    kseal_gdn_decode_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "gdn_decode: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_GDN_DECODE_CONFIG_MIN_SIZE, config, "kseal_gdn_decode_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.tokens, c.wide, c.tile_v, c.index_dtype, c.qk_l2norm, c.output_indices, c.intermediate_states, c.update_state};
+    status = kseal_op_prepare(bundle, &kseal_gdn_decode_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_gdn_decode *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_gdn_decode_workspace_size(kseal_gdn_decode *handle, const kseal_gdn_decode_args *args,
+    uint64_t *bytes) {
+    kseal_gdn_decode_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "gdn_decode: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_GDN_DECODE_ARGS_MIN_SIZE, args, "kseal_gdn_decode_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_gdn_decode_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_gdn_decode_run(kseal_gdn_decode *handle, const kseal_gdn_decode_args *args) {
+    kseal_gdn_decode_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "gdn_decode: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_GDN_DECODE_ARGS_MIN_SIZE, args, "kseal_gdn_decode_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_gdn_decode_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_gdn_decode_release(kseal_gdn_decode *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
 /* ---- gdn_prefill ---- */
 
 static const uint32_t kseal_gdn_prefill_values_dtype[] = {1, 2};
@@ -181,6 +293,2805 @@ KSEAL_API kseal_status kseal_gdn_prefill_run(kseal_gdn_prefill *handle, const ks
 }
 
 KSEAL_API kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
+/* ---- gdn_prefill_cp ---- */
+
+static const uint32_t kseal_gdn_prefill_cp_values_dtype[] = {1, 2};
+static const char *const kseal_gdn_prefill_cp_names_dtype[] = {"bf16", "f16"};
+
+static const uint32_t kseal_gdn_prefill_cp_values_state_dtype[] = {3, 1};
+static const char *const kseal_gdn_prefill_cp_names_state_dtype[] = {"f32", "bf16"};
+
+static const uint32_t kseal_gdn_prefill_cp_values_state_layout[] = {1, 2};
+static const char *const kseal_gdn_prefill_cp_names_state_layout[] = {"hvk", "hkv"};
+
+static const uint32_t kseal_gdn_prefill_cp_values_index_dtype[] = {4, 5};
+static const char *const kseal_gdn_prefill_cp_names_index_dtype[] = {"i32", "i64"};
+
+static const uint32_t kseal_gdn_prefill_cp_values_initial_state[] = {0, 1};
+static const char *const kseal_gdn_prefill_cp_names_initial_state[] = {"0", "1"};
+
+static const uint32_t kseal_gdn_prefill_cp_values_pooled[] = {0, 1};
+static const char *const kseal_gdn_prefill_cp_names_pooled[] = {"0", "1"};
+
+static const uint32_t kseal_gdn_prefill_cp_values_checkpoints[] = {0, 1};
+static const char *const kseal_gdn_prefill_cp_names_checkpoints[] = {"0", "1"};
+
+static const struct kseal_axis kseal_gdn_prefill_cp_axes[] = {
+    {"dtype", kseal_gdn_prefill_cp_values_dtype, kseal_gdn_prefill_cp_names_dtype, 2},
+    {"state_dtype", kseal_gdn_prefill_cp_values_state_dtype, kseal_gdn_prefill_cp_names_state_dtype, 2},
+    {"state_layout", kseal_gdn_prefill_cp_values_state_layout, kseal_gdn_prefill_cp_names_state_layout, 2},
+    {"index_dtype", kseal_gdn_prefill_cp_values_index_dtype, kseal_gdn_prefill_cp_names_index_dtype, 2},
+    {"initial_state", kseal_gdn_prefill_cp_values_initial_state, kseal_gdn_prefill_cp_names_initial_state, 2},
+    {"pooled", kseal_gdn_prefill_cp_values_pooled, kseal_gdn_prefill_cp_names_pooled, 2},
+    {"checkpoints", kseal_gdn_prefill_cp_values_checkpoints, kseal_gdn_prefill_cp_names_checkpoints, 2},
+};
+
+static const struct kseal_axis_value kseal_gdn_prefill_cp_exclude_0[] = {{5, 1}, {4, 0}};
+
+static const struct kseal_axis_value kseal_gdn_prefill_cp_exclude_1[] = {{6, 1}, {2, 2}};
+
+static const struct kseal_exclude kseal_gdn_prefill_cp_excludes[] = {
+    {NULL, kseal_gdn_prefill_cp_exclude_0, 2,
+     "a pool is read by its rows; a negative state_indices row starts from the zero state"},
+    {NULL, kseal_gdn_prefill_cp_exclude_1, 2,
+     "checkpoints are stored HVK; use an HVK state with them"},
+};
+
+const struct kseal_gdn_prefill_cp_class kseal_gdn_prefill_cp_classes[3] = {
+    {"sm90", 0, 2147483647, 1, 1, 2, 1, 128},
+    {"sm120", 0, 16, 1, 2, 3, 1, 128},
+    {"sm121", 0, 16, 1, 2, 2, 1, 128},
+};
+
+static const struct kseal_op kseal_gdn_prefill_cp_op = {
+    .name = "gdn_prefill_cp",
+    .axes = kseal_gdn_prefill_cp_axes,
+    .axis_count = 7,
+    .excludes = kseal_gdn_prefill_cp_excludes,
+    .exclude_count = 2,
+};
+
+KSEAL_API kseal_status kseal_gdn_prefill_cp_prepare(kseal_bundle *bundle, const kseal_gdn_prefill_cp_config *config,
+    kseal_gdn_prefill_cp **handle) {
+    kseal_gdn_prefill_cp_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "gdn_prefill_cp: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_GDN_PREFILL_CP_CONFIG_MIN_SIZE, config, "kseal_gdn_prefill_cp_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.dtype, c.state_dtype, c.state_layout, c.index_dtype, c.initial_state, c.pooled, c.checkpoints};
+    status = kseal_op_prepare(bundle, &kseal_gdn_prefill_cp_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_gdn_prefill_cp *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_gdn_prefill_cp_workspace_size(kseal_gdn_prefill_cp *handle, const kseal_gdn_prefill_cp_args *args,
+    uint64_t *bytes) {
+    kseal_gdn_prefill_cp_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "gdn_prefill_cp: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_GDN_PREFILL_CP_ARGS_MIN_SIZE, args, "kseal_gdn_prefill_cp_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_gdn_prefill_cp_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_gdn_prefill_cp_run(kseal_gdn_prefill_cp *handle, const kseal_gdn_prefill_cp_args *args) {
+    kseal_gdn_prefill_cp_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "gdn_prefill_cp: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_GDN_PREFILL_CP_ARGS_MIN_SIZE, args, "kseal_gdn_prefill_cp_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_gdn_prefill_cp_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_gdn_prefill_cp_release(kseal_gdn_prefill_cp *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
+/* ---- paged_mqa_logits ---- */
+
+static const uint32_t kseal_paged_mqa_logits_values_kv_dtype[] = {6, 12};
+static const char *const kseal_paged_mqa_logits_names_kv_dtype[] = {"e4m3", "fp4"};
+
+static const uint32_t kseal_paged_mqa_logits_values_out_dtype[] = {3, 2, 1};
+static const char *const kseal_paged_mqa_logits_names_out_dtype[] = {"f32", "f16", "bf16"};
+
+static const uint32_t kseal_paged_mqa_logits_values_epi_dtype[] = {3, 2, 1};
+static const char *const kseal_paged_mqa_logits_names_epi_dtype[] = {"f32", "f16", "bf16"};
+
+static const uint32_t kseal_paged_mqa_logits_values_acc_dtype[] = {3, 2};
+static const char *const kseal_paged_mqa_logits_names_acc_dtype[] = {"f32", "f16"};
+
+static const uint32_t kseal_paged_mqa_logits_values_num_heads[] = {8, 16, 32, 64, 128, 256};
+static const char *const kseal_paged_mqa_logits_names_num_heads[] = {"8", "16", "32", "64", "128", "256"};
+
+static const uint32_t kseal_paged_mqa_logits_values_head_dim[] = {64, 128, 192, 256};
+static const char *const kseal_paged_mqa_logits_names_head_dim[] = {"64", "128", "192", "256"};
+
+static const uint32_t kseal_paged_mqa_logits_values_next_n[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32};
+static const char *const kseal_paged_mqa_logits_names_next_n[] = {"1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "20", "21", "22", "23", "24", "25", "26", "27", "28", "29", "30", "31", "32"};
+
+static const uint32_t kseal_paged_mqa_logits_values_page_size[] = {32, 64, 128};
+static const char *const kseal_paged_mqa_logits_names_page_size[] = {"32", "64", "128"};
+
+static const uint32_t kseal_paged_mqa_logits_values_interleaved[] = {0, 1};
+static const char *const kseal_paged_mqa_logits_names_interleaved[] = {"0", "1"};
+
+static const struct kseal_axis kseal_paged_mqa_logits_axes[] = {
+    {"kv_dtype", kseal_paged_mqa_logits_values_kv_dtype, kseal_paged_mqa_logits_names_kv_dtype, 2},
+    {"out_dtype", kseal_paged_mqa_logits_values_out_dtype, kseal_paged_mqa_logits_names_out_dtype, 3},
+    {"epi_dtype", kseal_paged_mqa_logits_values_epi_dtype, kseal_paged_mqa_logits_names_epi_dtype, 3},
+    {"acc_dtype", kseal_paged_mqa_logits_values_acc_dtype, kseal_paged_mqa_logits_names_acc_dtype, 2},
+    {"num_heads", kseal_paged_mqa_logits_values_num_heads, kseal_paged_mqa_logits_names_num_heads, 6},
+    {"head_dim", kseal_paged_mqa_logits_values_head_dim, kseal_paged_mqa_logits_names_head_dim, 4},
+    {"next_n", kseal_paged_mqa_logits_values_next_n, kseal_paged_mqa_logits_names_next_n, 32},
+    {"page_size", kseal_paged_mqa_logits_values_page_size, kseal_paged_mqa_logits_names_page_size, 3},
+    {"interleaved", kseal_paged_mqa_logits_values_interleaved, kseal_paged_mqa_logits_names_interleaved, 2},
+};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_0[] = {{4, 256}, {6, 2}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_1[] = {{4, 256}, {6, 3}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_2[] = {{4, 256}, {6, 4}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_3[] = {{4, 256}, {6, 5}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_4[] = {{4, 256}, {6, 6}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_5[] = {{4, 256}, {6, 7}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_6[] = {{4, 256}, {6, 8}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_7[] = {{4, 256}, {6, 9}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_8[] = {{4, 256}, {6, 10}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_9[] = {{4, 256}, {6, 11}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_10[] = {{4, 256}, {6, 12}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_11[] = {{4, 256}, {6, 13}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_12[] = {{4, 256}, {6, 14}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_13[] = {{4, 256}, {6, 15}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_14[] = {{4, 256}, {6, 16}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_15[] = {{4, 256}, {6, 17}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_16[] = {{4, 256}, {6, 18}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_17[] = {{4, 256}, {6, 19}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_18[] = {{4, 256}, {6, 20}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_19[] = {{4, 256}, {6, 21}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_20[] = {{4, 256}, {6, 22}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_21[] = {{4, 256}, {6, 23}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_22[] = {{4, 256}, {6, 24}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_23[] = {{4, 256}, {6, 25}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_24[] = {{4, 256}, {6, 26}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_25[] = {{4, 256}, {6, 27}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_26[] = {{4, 256}, {6, 28}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_27[] = {{4, 256}, {6, 29}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_28[] = {{4, 256}, {6, 30}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_29[] = {{4, 256}, {6, 31}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_30[] = {{4, 256}, {6, 32}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_31[] = {{4, 128}, {6, 3}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_32[] = {{4, 128}, {6, 4}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_33[] = {{4, 128}, {6, 5}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_34[] = {{4, 128}, {6, 6}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_35[] = {{4, 128}, {6, 7}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_36[] = {{4, 128}, {6, 8}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_37[] = {{4, 128}, {6, 9}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_38[] = {{4, 128}, {6, 10}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_39[] = {{4, 128}, {6, 11}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_40[] = {{4, 128}, {6, 12}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_41[] = {{4, 128}, {6, 13}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_42[] = {{4, 128}, {6, 14}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_43[] = {{4, 128}, {6, 15}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_44[] = {{4, 128}, {6, 16}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_45[] = {{4, 128}, {6, 17}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_46[] = {{4, 128}, {6, 18}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_47[] = {{4, 128}, {6, 19}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_48[] = {{4, 128}, {6, 20}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_49[] = {{4, 128}, {6, 21}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_50[] = {{4, 128}, {6, 22}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_51[] = {{4, 128}, {6, 23}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_52[] = {{4, 128}, {6, 24}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_53[] = {{4, 128}, {6, 25}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_54[] = {{4, 128}, {6, 26}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_55[] = {{4, 128}, {6, 27}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_56[] = {{4, 128}, {6, 28}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_57[] = {{4, 128}, {6, 29}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_58[] = {{4, 128}, {6, 30}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_59[] = {{4, 128}, {6, 31}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_60[] = {{4, 128}, {6, 32}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_61[] = {{4, 64}, {6, 5}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_62[] = {{4, 64}, {6, 6}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_63[] = {{4, 64}, {6, 7}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_64[] = {{4, 64}, {6, 8}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_65[] = {{4, 64}, {6, 9}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_66[] = {{4, 64}, {6, 10}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_67[] = {{4, 64}, {6, 11}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_68[] = {{4, 64}, {6, 12}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_69[] = {{4, 64}, {6, 13}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_70[] = {{4, 64}, {6, 14}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_71[] = {{4, 64}, {6, 15}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_72[] = {{4, 64}, {6, 16}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_73[] = {{4, 64}, {6, 17}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_74[] = {{4, 64}, {6, 18}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_75[] = {{4, 64}, {6, 19}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_76[] = {{4, 64}, {6, 20}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_77[] = {{4, 64}, {6, 21}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_78[] = {{4, 64}, {6, 22}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_79[] = {{4, 64}, {6, 23}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_80[] = {{4, 64}, {6, 24}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_81[] = {{4, 64}, {6, 25}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_82[] = {{4, 64}, {6, 26}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_83[] = {{4, 64}, {6, 27}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_84[] = {{4, 64}, {6, 28}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_85[] = {{4, 64}, {6, 29}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_86[] = {{4, 64}, {6, 30}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_87[] = {{4, 64}, {6, 31}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_88[] = {{4, 64}, {6, 32}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_89[] = {{4, 32}, {6, 9}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_90[] = {{4, 32}, {6, 10}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_91[] = {{4, 32}, {6, 11}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_92[] = {{4, 32}, {6, 12}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_93[] = {{4, 32}, {6, 13}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_94[] = {{4, 32}, {6, 14}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_95[] = {{4, 32}, {6, 15}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_96[] = {{4, 32}, {6, 16}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_97[] = {{4, 32}, {6, 17}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_98[] = {{4, 32}, {6, 18}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_99[] = {{4, 32}, {6, 19}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_100[] = {{4, 32}, {6, 20}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_101[] = {{4, 32}, {6, 21}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_102[] = {{4, 32}, {6, 22}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_103[] = {{4, 32}, {6, 23}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_104[] = {{4, 32}, {6, 24}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_105[] = {{4, 32}, {6, 25}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_106[] = {{4, 32}, {6, 26}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_107[] = {{4, 32}, {6, 27}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_108[] = {{4, 32}, {6, 28}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_109[] = {{4, 32}, {6, 29}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_110[] = {{4, 32}, {6, 30}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_111[] = {{4, 32}, {6, 31}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_112[] = {{4, 32}, {6, 32}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_113[] = {{4, 16}, {6, 17}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_114[] = {{4, 16}, {6, 18}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_115[] = {{4, 16}, {6, 19}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_116[] = {{4, 16}, {6, 20}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_117[] = {{4, 16}, {6, 21}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_118[] = {{4, 16}, {6, 22}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_119[] = {{4, 16}, {6, 23}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_120[] = {{4, 16}, {6, 24}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_121[] = {{4, 16}, {6, 25}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_122[] = {{4, 16}, {6, 26}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_123[] = {{4, 16}, {6, 27}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_124[] = {{4, 16}, {6, 28}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_125[] = {{4, 16}, {6, 29}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_126[] = {{4, 16}, {6, 30}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_127[] = {{4, 16}, {6, 31}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_128[] = {{4, 16}, {6, 32}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_129[] = {{5, 192}, {4, 256}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_130[] = {{5, 256}, {4, 256}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_131[] = {{5, 192}, {4, 128}, {6, 2}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_132[] = {{5, 192}, {4, 64}, {6, 3}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_133[] = {{5, 192}, {4, 64}, {6, 4}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_134[] = {{5, 192}, {4, 32}, {6, 5}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_135[] = {{5, 192}, {4, 32}, {6, 6}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_136[] = {{5, 192}, {4, 32}, {6, 7}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_137[] = {{5, 192}, {4, 32}, {6, 8}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_138[] = {{5, 192}, {4, 16}, {6, 9}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_139[] = {{5, 192}, {4, 16}, {6, 10}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_140[] = {{5, 192}, {4, 16}, {6, 11}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_141[] = {{5, 192}, {4, 16}, {6, 12}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_142[] = {{5, 192}, {4, 16}, {6, 13}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_143[] = {{5, 192}, {4, 16}, {6, 14}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_144[] = {{5, 192}, {4, 16}, {6, 15}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_145[] = {{5, 192}, {4, 16}, {6, 16}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_146[] = {{5, 192}, {4, 8}, {6, 18}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_147[] = {{5, 192}, {4, 8}, {6, 19}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_148[] = {{5, 192}, {4, 8}, {6, 20}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_149[] = {{5, 192}, {4, 8}, {6, 21}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_150[] = {{5, 192}, {4, 8}, {6, 22}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_151[] = {{5, 192}, {4, 8}, {6, 23}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_152[] = {{5, 192}, {4, 8}, {6, 24}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_153[] = {{5, 192}, {4, 8}, {6, 25}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_154[] = {{5, 192}, {4, 8}, {6, 26}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_155[] = {{5, 192}, {4, 8}, {6, 27}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_156[] = {{5, 192}, {4, 8}, {6, 28}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_157[] = {{5, 192}, {4, 8}, {6, 29}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_158[] = {{5, 192}, {4, 8}, {6, 30}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_159[] = {{5, 192}, {4, 8}, {6, 31}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_160[] = {{5, 192}, {4, 8}, {6, 32}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_161[] = {{5, 256}, {4, 64}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_162[] = {{5, 256}, {4, 128}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_163[] = {{5, 256}, {4, 32}, {6, 2}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_164[] = {{5, 256}, {4, 32}, {6, 3}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_165[] = {{5, 256}, {4, 32}, {6, 4}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_166[] = {{5, 256}, {4, 32}, {6, 5}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_167[] = {{5, 256}, {4, 32}, {6, 6}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_168[] = {{5, 256}, {4, 32}, {6, 7}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_169[] = {{5, 256}, {4, 32}, {6, 8}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_170[] = {{5, 256}, {4, 16}, {6, 3}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_171[] = {{5, 256}, {4, 16}, {6, 4}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_172[] = {{5, 256}, {4, 16}, {6, 5}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_173[] = {{5, 256}, {4, 16}, {6, 6}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_174[] = {{5, 256}, {4, 16}, {6, 7}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_175[] = {{5, 256}, {4, 16}, {6, 8}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_176[] = {{5, 256}, {4, 16}, {6, 9}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_177[] = {{5, 256}, {4, 16}, {6, 10}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_178[] = {{5, 256}, {4, 16}, {6, 11}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_179[] = {{5, 256}, {4, 16}, {6, 12}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_180[] = {{5, 256}, {4, 16}, {6, 13}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_181[] = {{5, 256}, {4, 16}, {6, 14}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_182[] = {{5, 256}, {4, 16}, {6, 15}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_183[] = {{5, 256}, {4, 16}, {6, 16}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_184[] = {{5, 256}, {4, 8}, {6, 6}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_185[] = {{5, 256}, {4, 8}, {6, 7}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_186[] = {{5, 256}, {4, 8}, {6, 8}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_187[] = {{5, 256}, {4, 8}, {6, 9}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_188[] = {{5, 256}, {4, 8}, {6, 10}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_189[] = {{5, 256}, {4, 8}, {6, 11}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_190[] = {{5, 256}, {4, 8}, {6, 12}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_191[] = {{5, 256}, {4, 8}, {6, 13}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_192[] = {{5, 256}, {4, 8}, {6, 14}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_193[] = {{5, 256}, {4, 8}, {6, 15}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_194[] = {{5, 256}, {4, 8}, {6, 16}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_195[] = {{5, 256}, {4, 8}, {6, 17}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_196[] = {{5, 256}, {4, 8}, {6, 18}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_197[] = {{5, 256}, {4, 8}, {6, 19}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_198[] = {{5, 256}, {4, 8}, {6, 20}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_199[] = {{5, 256}, {4, 8}, {6, 21}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_200[] = {{5, 256}, {4, 8}, {6, 22}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_201[] = {{5, 256}, {4, 8}, {6, 23}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_202[] = {{5, 256}, {4, 8}, {6, 24}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_203[] = {{5, 256}, {4, 8}, {6, 25}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_204[] = {{5, 256}, {4, 8}, {6, 26}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_205[] = {{5, 256}, {4, 8}, {6, 27}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_206[] = {{5, 256}, {4, 8}, {6, 28}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_207[] = {{5, 256}, {4, 8}, {6, 29}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_208[] = {{5, 256}, {4, 8}, {6, 30}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_209[] = {{5, 256}, {4, 8}, {6, 31}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_210[] = {{5, 256}, {4, 8}, {6, 32}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_211[] = {{0, 6}, {1, 1}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_212[] = {{0, 6}, {2, 1}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_213[] = {{0, 6}, {8, 1}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_214[] = {{0, 12}, {3, 2}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_215[] = {{0, 12}, {4, 8}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_216[] = {{0, 12}, {4, 16}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_217[] = {{0, 12}, {4, 32}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_218[] = {{0, 12}, {4, 128}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_219[] = {{0, 12}, {4, 256}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_220[] = {{0, 12}, {5, 64}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_221[] = {{0, 12}, {5, 192}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_222[] = {{0, 12}, {5, 256}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_223[] = {{0, 12}, {8, 1}, {7, 32}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_224[] = {{0, 12}, {8, 1}, {7, 64}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_225[] = {{0, 12}, {6, 5}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_226[] = {{0, 12}, {6, 6}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_227[] = {{0, 12}, {6, 7}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_228[] = {{0, 12}, {6, 8}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_229[] = {{0, 12}, {6, 9}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_230[] = {{0, 12}, {6, 10}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_231[] = {{0, 12}, {6, 11}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_232[] = {{0, 12}, {6, 12}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_233[] = {{0, 12}, {6, 13}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_234[] = {{0, 12}, {6, 14}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_235[] = {{0, 12}, {6, 15}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_236[] = {{0, 12}, {6, 16}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_237[] = {{0, 12}, {6, 17}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_238[] = {{0, 12}, {6, 18}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_239[] = {{0, 12}, {6, 19}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_240[] = {{0, 12}, {6, 20}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_241[] = {{0, 12}, {6, 21}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_242[] = {{0, 12}, {6, 22}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_243[] = {{0, 12}, {6, 23}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_244[] = {{0, 12}, {6, 24}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_245[] = {{0, 12}, {6, 25}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_246[] = {{0, 12}, {6, 26}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_247[] = {{0, 12}, {6, 27}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_248[] = {{0, 12}, {6, 28}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_249[] = {{0, 12}, {6, 29}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_250[] = {{0, 12}, {6, 30}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_251[] = {{0, 12}, {6, 31}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_252[] = {{0, 12}, {6, 32}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_253[] = {{5, 64}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_254[] = {{5, 192}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_255[] = {{5, 256}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_256[] = {{7, 32}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_257[] = {{7, 128}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_258[] = {{4, 128}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_259[] = {{4, 256}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_260[] = {{1, 2}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_261[] = {{2, 2}};
+
+static const struct kseal_axis_value kseal_paged_mqa_logits_exclude_262[] = {{3, 2}};
+
+static const struct kseal_exclude kseal_paged_mqa_logits_excludes[] = {
+    {"fp8", kseal_paged_mqa_logits_exclude_0, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_1, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_2, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_3, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_4, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_5, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_6, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_7, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_8, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_9, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_10, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_11, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_12, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_13, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_14, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_15, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_16, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_17, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_18, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_19, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_20, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_21, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_22, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_23, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_24, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_25, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_26, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_27, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_28, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_29, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_30, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_31, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_32, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_33, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_34, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_35, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_36, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_37, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_38, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_39, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_40, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_41, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_42, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_43, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_44, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_45, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_46, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_47, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_48, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_49, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_50, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_51, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_52, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_53, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_54, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_55, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_56, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_57, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_58, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_59, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_60, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_61, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_62, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_63, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_64, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_65, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_66, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_67, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_68, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_69, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_70, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_71, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_72, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_73, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_74, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_75, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_76, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_77, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_78, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_79, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_80, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_81, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_82, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_83, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_84, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_85, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_86, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_87, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_88, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_89, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_90, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_91, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_92, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_93, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_94, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_95, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_96, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_97, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_98, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_99, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_100, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_101, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_102, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_103, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_104, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_105, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_106, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_107, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_108, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_109, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_110, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_111, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_112, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_113, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_114, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_115, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_116, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_117, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_118, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_119, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_120, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_121, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_122, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_123, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_124, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_125, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_126, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_127, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_128, 2,
+     "next_n * num_heads may be at most 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_129, 2,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_130, 2,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_131, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_132, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_133, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_134, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_135, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_136, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_137, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_138, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_139, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_140, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_141, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_142, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_143, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_144, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_145, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_146, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_147, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_148, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_149, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_150, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_151, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_152, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_153, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_154, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_155, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_156, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_157, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_158, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_159, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_160, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_161, 2,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_162, 2,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_163, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_164, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_165, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_166, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_167, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_168, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_169, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_170, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_171, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_172, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_173, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_174, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_175, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_176, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_177, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_178, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_179, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_180, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_181, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_182, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_183, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_184, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_185, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_186, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_187, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_188, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_189, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_190, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_191, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_192, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_193, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_194, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_195, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_196, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_197, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_198, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_199, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_200, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_201, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_202, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_203, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_204, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_205, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_206, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_207, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_208, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_209, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {"fp8", kseal_paged_mqa_logits_exclude_210, 3,
+     "a CTA's shared memory holds next_n * num_heads up to 136 at head_dim 192 and up to 40 at head_dim 256"},
+    {NULL, kseal_paged_mqa_logits_exclude_211, 2,
+     "FP8 logits are float32 or float16"},
+    {NULL, kseal_paged_mqa_logits_exclude_212, 2,
+     "FP8 weights are float32 or float16"},
+    {NULL, kseal_paged_mqa_logits_exclude_213, 2,
+     "interleaved scales are those of an fp4 cache"},
+    {NULL, kseal_paged_mqa_logits_exclude_214, 2,
+     "FP4 products are summed in float32"},
+    {NULL, kseal_paged_mqa_logits_exclude_215, 2,
+     "FP4 logits have 64 heads"},
+    {NULL, kseal_paged_mqa_logits_exclude_216, 2,
+     "FP4 logits have 64 heads"},
+    {NULL, kseal_paged_mqa_logits_exclude_217, 2,
+     "FP4 logits have 64 heads"},
+    {NULL, kseal_paged_mqa_logits_exclude_218, 2,
+     "FP4 logits have 64 heads"},
+    {NULL, kseal_paged_mqa_logits_exclude_219, 2,
+     "FP4 logits have 64 heads"},
+    {NULL, kseal_paged_mqa_logits_exclude_220, 2,
+     "FP4 logits have a head_dim of 128"},
+    {NULL, kseal_paged_mqa_logits_exclude_221, 2,
+     "FP4 logits have a head_dim of 128"},
+    {NULL, kseal_paged_mqa_logits_exclude_222, 2,
+     "FP4 logits have a head_dim of 128"},
+    {NULL, kseal_paged_mqa_logits_exclude_223, 3,
+     "interleaved scales need pages of 128"},
+    {NULL, kseal_paged_mqa_logits_exclude_224, 3,
+     "interleaved scales need pages of 128"},
+    {NULL, kseal_paged_mqa_logits_exclude_225, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_226, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_227, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_228, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_229, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_230, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_231, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_232, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_233, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_234, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_235, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_236, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_237, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_238, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_239, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_240, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_241, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_242, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_243, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_244, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_245, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_246, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_247, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_248, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_249, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_250, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_251, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {NULL, kseal_paged_mqa_logits_exclude_252, 2,
+     "FP4 logits have a next_n of at most 4"},
+    {"dsa", kseal_paged_mqa_logits_exclude_253, 1,
+     "SM120 logits have a head_dim of 128"},
+    {"dsa", kseal_paged_mqa_logits_exclude_254, 1,
+     "SM120 logits have a head_dim of 128"},
+    {"dsa", kseal_paged_mqa_logits_exclude_255, 1,
+     "SM120 logits have a head_dim of 128"},
+    {"dsa", kseal_paged_mqa_logits_exclude_256, 1,
+     "SM120 logits have pages of 64"},
+    {"dsa", kseal_paged_mqa_logits_exclude_257, 1,
+     "SM120 logits have pages of 64"},
+    {"dsa", kseal_paged_mqa_logits_exclude_258, 1,
+     "SM120 logits have at most 64 heads"},
+    {"dsa", kseal_paged_mqa_logits_exclude_259, 1,
+     "SM120 logits have at most 64 heads"},
+    {"dsa", kseal_paged_mqa_logits_exclude_260, 1,
+     "SM120 logits are float32"},
+    {"dsa", kseal_paged_mqa_logits_exclude_261, 1,
+     "SM120 weights are float32"},
+    {"dsa", kseal_paged_mqa_logits_exclude_262, 1,
+     "SM120 products are summed in float32"},
+};
+
+const struct kseal_paged_mqa_logits_class kseal_paged_mqa_logits_classes[3] = {
+    {"fp8", 2},
+    {"fp4", 1},
+    {"dsa", 0},
+};
+
+static const struct kseal_op kseal_paged_mqa_logits_op = {
+    .name = "paged_mqa_logits",
+    .axes = kseal_paged_mqa_logits_axes,
+    .axis_count = 9,
+    .excludes = kseal_paged_mqa_logits_excludes,
+    .exclude_count = 263,
+};
+
+KSEAL_API kseal_status kseal_paged_mqa_logits_prepare(kseal_bundle *bundle, const kseal_paged_mqa_logits_config *config,
+    kseal_paged_mqa_logits **handle) {
+    kseal_paged_mqa_logits_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "paged_mqa_logits: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_PAGED_MQA_LOGITS_CONFIG_MIN_SIZE, config, "kseal_paged_mqa_logits_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.kv_dtype, c.out_dtype, c.epi_dtype, c.acc_dtype, c.num_heads, c.head_dim, c.next_n, c.page_size, c.interleaved};
+    status = kseal_op_prepare(bundle, &kseal_paged_mqa_logits_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_paged_mqa_logits *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_paged_mqa_logits_workspace_size(kseal_paged_mqa_logits *handle, const kseal_paged_mqa_logits_args *args,
+    uint64_t *bytes) {
+    kseal_paged_mqa_logits_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "paged_mqa_logits: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_PAGED_MQA_LOGITS_ARGS_MIN_SIZE, args, "kseal_paged_mqa_logits_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_paged_mqa_logits_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_paged_mqa_logits_run(kseal_paged_mqa_logits *handle, const kseal_paged_mqa_logits_args *args) {
+    kseal_paged_mqa_logits_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "paged_mqa_logits: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_PAGED_MQA_LOGITS_ARGS_MIN_SIZE, args, "kseal_paged_mqa_logits_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_paged_mqa_logits_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_paged_mqa_logits_release(kseal_paged_mqa_logits *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
+/* ---- paged_mqa_schedule ---- */
+
+static const uint32_t kseal_paged_mqa_schedule_values_atoms[] = {1, 2};
+static const char *const kseal_paged_mqa_schedule_names_atoms[] = {"1", "2"};
+
+static const struct kseal_axis kseal_paged_mqa_schedule_axes[] = {
+    {"atoms", kseal_paged_mqa_schedule_values_atoms, kseal_paged_mqa_schedule_names_atoms, 2},
+};
+
+const struct kseal_paged_mqa_schedule_class kseal_paged_mqa_schedule_classes[1] = {
+    {"schedule", 0},
+};
+
+static const struct kseal_op kseal_paged_mqa_schedule_op = {
+    .name = "paged_mqa_schedule",
+    .axes = kseal_paged_mqa_schedule_axes,
+    .axis_count = 1,
+    .excludes = NULL,
+    .exclude_count = 0,
+};
+
+KSEAL_API kseal_status kseal_paged_mqa_schedule_prepare(kseal_bundle *bundle, const kseal_paged_mqa_schedule_config *config,
+    kseal_paged_mqa_schedule **handle) {
+    kseal_paged_mqa_schedule_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "paged_mqa_schedule: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_PAGED_MQA_SCHEDULE_CONFIG_MIN_SIZE, config, "kseal_paged_mqa_schedule_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.atoms};
+    status = kseal_op_prepare(bundle, &kseal_paged_mqa_schedule_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_paged_mqa_schedule *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_paged_mqa_schedule_workspace_size(kseal_paged_mqa_schedule *handle, const kseal_paged_mqa_schedule_args *args,
+    uint64_t *bytes) {
+    kseal_paged_mqa_schedule_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "paged_mqa_schedule: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_PAGED_MQA_SCHEDULE_ARGS_MIN_SIZE, args, "kseal_paged_mqa_schedule_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_paged_mqa_schedule_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_paged_mqa_schedule_run(kseal_paged_mqa_schedule *handle, const kseal_paged_mqa_schedule_args *args) {
+    kseal_paged_mqa_schedule_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "paged_mqa_schedule: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_PAGED_MQA_SCHEDULE_ARGS_MIN_SIZE, args, "kseal_paged_mqa_schedule_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_paged_mqa_schedule_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_paged_mqa_schedule_release(kseal_paged_mqa_schedule *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
+/* ---- qsa_attention ---- */
+
+static const uint32_t kseal_qsa_attention_values_dtype[] = {1, 2, 6};
+static const char *const kseal_qsa_attention_names_dtype[] = {"bf16", "f16", "e4m3"};
+
+static const uint32_t kseal_qsa_attention_values_out_dtype[] = {1, 2};
+static const char *const kseal_qsa_attention_names_out_dtype[] = {"bf16", "f16"};
+
+static const uint32_t kseal_qsa_attention_values_head_dim[] = {64, 128, 192, 256};
+static const char *const kseal_qsa_attention_names_head_dim[] = {"64", "128", "192", "256"};
+
+static const uint32_t kseal_qsa_attention_values_heads_per_kv[] = {1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128};
+static const char *const kseal_qsa_attention_names_heads_per_kv[] = {"1", "2", "3", "4", "5", "6", "7", "8", "10", "12", "14", "16", "20", "24", "28", "32", "40", "48", "56", "64", "80", "96", "112", "128"};
+
+static const uint32_t kseal_qsa_attention_values_block_size[] = {4, 8, 16, 32, 64, 128};
+static const char *const kseal_qsa_attention_names_block_size[] = {"4", "8", "16", "32", "64", "128"};
+
+static const uint32_t kseal_qsa_attention_values_page_size[] = {16, 32, 64, 128};
+static const char *const kseal_qsa_attention_names_page_size[] = {"16", "32", "64", "128"};
+
+static const uint32_t kseal_qsa_attention_values_grouped[] = {0, 1};
+static const char *const kseal_qsa_attention_names_grouped[] = {"0", "1"};
+
+static const uint32_t kseal_qsa_attention_values_position_dtype[] = {4, 5};
+static const char *const kseal_qsa_attention_names_position_dtype[] = {"i32", "i64"};
+
+static const uint32_t kseal_qsa_attention_values_count_current[] = {0, 1};
+static const char *const kseal_qsa_attention_names_count_current[] = {"0", "1"};
+
+static const uint32_t kseal_qsa_attention_values_tile_q[] = {8, 16, 32, 64, 128};
+static const char *const kseal_qsa_attention_names_tile_q[] = {"8", "16", "32", "64", "128"};
+
+static const uint32_t kseal_qsa_attention_values_splits[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, 112, 113, 114, 115, 116, 117, 118, 119, 120, 121, 122, 123, 124, 125, 126, 127, 128};
+static const char *const kseal_qsa_attention_names_splits[] = {"1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "20", "21", "22", "23", "24", "25", "26", "27", "28", "29", "30", "31", "32", "33", "34", "35", "36", "37", "38", "39", "40", "41", "42", "43", "44", "45", "46", "47", "48", "49", "50", "51", "52", "53", "54", "55", "56", "57", "58", "59", "60", "61", "62", "63", "64", "65", "66", "67", "68", "69", "70", "71", "72", "73", "74", "75", "76", "77", "78", "79", "80", "81", "82", "83", "84", "85", "86", "87", "88", "89", "90", "91", "92", "93", "94", "95", "96", "97", "98", "99", "100", "101", "102", "103", "104", "105", "106", "107", "108", "109", "110", "111", "112", "113", "114", "115", "116", "117", "118", "119", "120", "121", "122", "123", "124", "125", "126", "127", "128"};
+
+static const uint32_t kseal_qsa_attention_values_persistent[] = {0, 1};
+static const char *const kseal_qsa_attention_names_persistent[] = {"0", "1"};
+
+static const uint32_t kseal_qsa_attention_values_flat_kv_heads[] = {0, 1, 2, 4, 8};
+static const char *const kseal_qsa_attention_names_flat_kv_heads[] = {"0", "1", "2", "4", "8"};
+
+static const struct kseal_axis kseal_qsa_attention_axes[] = {
+    {"dtype", kseal_qsa_attention_values_dtype, kseal_qsa_attention_names_dtype, 3},
+    {"out_dtype", kseal_qsa_attention_values_out_dtype, kseal_qsa_attention_names_out_dtype, 2},
+    {"head_dim", kseal_qsa_attention_values_head_dim, kseal_qsa_attention_names_head_dim, 4},
+    {"heads_per_kv", kseal_qsa_attention_values_heads_per_kv, kseal_qsa_attention_names_heads_per_kv, 24},
+    {"block_size", kseal_qsa_attention_values_block_size, kseal_qsa_attention_names_block_size, 6},
+    {"page_size", kseal_qsa_attention_values_page_size, kseal_qsa_attention_names_page_size, 4},
+    {"grouped", kseal_qsa_attention_values_grouped, kseal_qsa_attention_names_grouped, 2},
+    {"position_dtype", kseal_qsa_attention_values_position_dtype, kseal_qsa_attention_names_position_dtype, 2},
+    {"count_current", kseal_qsa_attention_values_count_current, kseal_qsa_attention_names_count_current, 2},
+    {"tile_q", kseal_qsa_attention_values_tile_q, kseal_qsa_attention_names_tile_q, 5},
+    {"splits", kseal_qsa_attention_values_splits, kseal_qsa_attention_names_splits, 128},
+    {"persistent", kseal_qsa_attention_values_persistent, kseal_qsa_attention_names_persistent, 2},
+    {"flat_kv_heads", kseal_qsa_attention_values_flat_kv_heads, kseal_qsa_attention_names_flat_kv_heads, 5},
+};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_0[] = {{11, 1}, {10, 2}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_1[] = {{11, 1}, {10, 3}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_2[] = {{11, 1}, {10, 4}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_3[] = {{11, 1}, {10, 5}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_4[] = {{11, 1}, {10, 6}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_5[] = {{11, 1}, {10, 7}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_6[] = {{11, 1}, {10, 8}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_7[] = {{11, 1}, {10, 9}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_8[] = {{11, 1}, {10, 10}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_9[] = {{11, 1}, {10, 11}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_10[] = {{11, 1}, {10, 12}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_11[] = {{11, 1}, {10, 13}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_12[] = {{11, 1}, {10, 14}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_13[] = {{11, 1}, {10, 15}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_14[] = {{11, 1}, {10, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_15[] = {{11, 1}, {10, 17}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_16[] = {{11, 1}, {10, 18}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_17[] = {{11, 1}, {10, 19}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_18[] = {{11, 1}, {10, 20}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_19[] = {{11, 1}, {10, 21}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_20[] = {{11, 1}, {10, 22}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_21[] = {{11, 1}, {10, 23}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_22[] = {{11, 1}, {10, 24}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_23[] = {{11, 1}, {10, 25}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_24[] = {{11, 1}, {10, 26}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_25[] = {{11, 1}, {10, 27}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_26[] = {{11, 1}, {10, 28}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_27[] = {{11, 1}, {10, 29}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_28[] = {{11, 1}, {10, 30}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_29[] = {{11, 1}, {10, 31}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_30[] = {{11, 1}, {10, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_31[] = {{11, 1}, {10, 33}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_32[] = {{11, 1}, {10, 34}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_33[] = {{11, 1}, {10, 35}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_34[] = {{11, 1}, {10, 36}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_35[] = {{11, 1}, {10, 37}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_36[] = {{11, 1}, {10, 38}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_37[] = {{11, 1}, {10, 39}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_38[] = {{11, 1}, {10, 40}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_39[] = {{11, 1}, {10, 41}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_40[] = {{11, 1}, {10, 42}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_41[] = {{11, 1}, {10, 43}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_42[] = {{11, 1}, {10, 44}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_43[] = {{11, 1}, {10, 45}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_44[] = {{11, 1}, {10, 46}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_45[] = {{11, 1}, {10, 47}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_46[] = {{11, 1}, {10, 48}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_47[] = {{11, 1}, {10, 49}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_48[] = {{11, 1}, {10, 50}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_49[] = {{11, 1}, {10, 51}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_50[] = {{11, 1}, {10, 52}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_51[] = {{11, 1}, {10, 53}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_52[] = {{11, 1}, {10, 54}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_53[] = {{11, 1}, {10, 55}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_54[] = {{11, 1}, {10, 56}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_55[] = {{11, 1}, {10, 57}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_56[] = {{11, 1}, {10, 58}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_57[] = {{11, 1}, {10, 59}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_58[] = {{11, 1}, {10, 60}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_59[] = {{11, 1}, {10, 61}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_60[] = {{11, 1}, {10, 62}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_61[] = {{11, 1}, {10, 63}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_62[] = {{11, 1}, {10, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_63[] = {{11, 1}, {10, 65}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_64[] = {{11, 1}, {10, 66}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_65[] = {{11, 1}, {10, 67}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_66[] = {{11, 1}, {10, 68}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_67[] = {{11, 1}, {10, 69}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_68[] = {{11, 1}, {10, 70}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_69[] = {{11, 1}, {10, 71}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_70[] = {{11, 1}, {10, 72}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_71[] = {{11, 1}, {10, 73}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_72[] = {{11, 1}, {10, 74}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_73[] = {{11, 1}, {10, 75}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_74[] = {{11, 1}, {10, 76}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_75[] = {{11, 1}, {10, 77}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_76[] = {{11, 1}, {10, 78}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_77[] = {{11, 1}, {10, 79}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_78[] = {{11, 1}, {10, 80}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_79[] = {{11, 1}, {10, 81}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_80[] = {{11, 1}, {10, 82}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_81[] = {{11, 1}, {10, 83}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_82[] = {{11, 1}, {10, 84}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_83[] = {{11, 1}, {10, 85}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_84[] = {{11, 1}, {10, 86}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_85[] = {{11, 1}, {10, 87}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_86[] = {{11, 1}, {10, 88}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_87[] = {{11, 1}, {10, 89}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_88[] = {{11, 1}, {10, 90}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_89[] = {{11, 1}, {10, 91}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_90[] = {{11, 1}, {10, 92}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_91[] = {{11, 1}, {10, 93}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_92[] = {{11, 1}, {10, 94}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_93[] = {{11, 1}, {10, 95}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_94[] = {{11, 1}, {10, 96}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_95[] = {{11, 1}, {10, 97}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_96[] = {{11, 1}, {10, 98}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_97[] = {{11, 1}, {10, 99}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_98[] = {{11, 1}, {10, 100}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_99[] = {{11, 1}, {10, 101}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_100[] = {{11, 1}, {10, 102}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_101[] = {{11, 1}, {10, 103}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_102[] = {{11, 1}, {10, 104}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_103[] = {{11, 1}, {10, 105}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_104[] = {{11, 1}, {10, 106}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_105[] = {{11, 1}, {10, 107}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_106[] = {{11, 1}, {10, 108}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_107[] = {{11, 1}, {10, 109}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_108[] = {{11, 1}, {10, 110}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_109[] = {{11, 1}, {10, 111}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_110[] = {{11, 1}, {10, 112}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_111[] = {{11, 1}, {10, 113}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_112[] = {{11, 1}, {10, 114}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_113[] = {{11, 1}, {10, 115}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_114[] = {{11, 1}, {10, 116}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_115[] = {{11, 1}, {10, 117}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_116[] = {{11, 1}, {10, 118}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_117[] = {{11, 1}, {10, 119}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_118[] = {{11, 1}, {10, 120}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_119[] = {{11, 1}, {10, 121}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_120[] = {{11, 1}, {10, 122}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_121[] = {{11, 1}, {10, 123}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_122[] = {{11, 1}, {10, 124}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_123[] = {{11, 1}, {10, 125}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_124[] = {{11, 1}, {10, 126}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_125[] = {{11, 1}, {10, 127}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_126[] = {{11, 1}, {10, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_127[] = {{9, 8}, {3, 10}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_128[] = {{9, 8}, {3, 12}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_129[] = {{9, 8}, {3, 14}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_130[] = {{9, 8}, {3, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_131[] = {{9, 8}, {3, 20}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_132[] = {{9, 8}, {3, 24}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_133[] = {{9, 8}, {3, 28}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_134[] = {{9, 8}, {3, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_135[] = {{9, 8}, {3, 40}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_136[] = {{9, 8}, {3, 48}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_137[] = {{9, 8}, {3, 56}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_138[] = {{9, 8}, {3, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_139[] = {{9, 8}, {3, 80}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_140[] = {{9, 8}, {3, 96}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_141[] = {{9, 8}, {3, 112}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_142[] = {{9, 8}, {3, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_143[] = {{9, 16}, {3, 20}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_144[] = {{9, 16}, {3, 24}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_145[] = {{9, 16}, {3, 28}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_146[] = {{9, 16}, {3, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_147[] = {{9, 16}, {3, 40}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_148[] = {{9, 16}, {3, 48}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_149[] = {{9, 16}, {3, 56}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_150[] = {{9, 16}, {3, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_151[] = {{9, 16}, {3, 80}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_152[] = {{9, 16}, {3, 96}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_153[] = {{9, 16}, {3, 112}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_154[] = {{9, 16}, {3, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_155[] = {{9, 32}, {3, 40}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_156[] = {{9, 32}, {3, 48}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_157[] = {{9, 32}, {3, 56}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_158[] = {{9, 32}, {3, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_159[] = {{9, 32}, {3, 80}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_160[] = {{9, 32}, {3, 96}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_161[] = {{9, 32}, {3, 112}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_162[] = {{9, 32}, {3, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_163[] = {{9, 64}, {3, 80}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_164[] = {{9, 64}, {3, 96}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_165[] = {{9, 64}, {3, 112}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_166[] = {{9, 64}, {3, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_167[] = {{0, 1}, {1, 2}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_168[] = {{0, 2}, {1, 1}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_169[] = {{0, 6}, {2, 192}, {6, 0}, {9, 8}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_170[] = {{0, 6}, {2, 192}, {6, 0}, {9, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_171[] = {{0, 6}, {2, 192}, {6, 0}, {9, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_172[] = {{0, 6}, {2, 256}, {6, 0}, {9, 8}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_173[] = {{0, 6}, {2, 256}, {6, 0}, {9, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_174[] = {{0, 6}, {2, 256}, {6, 0}, {9, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_175[] = {{0, 6}, {2, 192}, {10, 1}, {9, 8}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_176[] = {{0, 6}, {2, 192}, {10, 1}, {9, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_177[] = {{0, 6}, {2, 192}, {10, 1}, {9, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_178[] = {{0, 6}, {2, 256}, {10, 1}, {9, 8}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_179[] = {{0, 6}, {2, 256}, {10, 1}, {9, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_180[] = {{0, 6}, {2, 256}, {10, 1}, {9, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_181[] = {{6, 1}, {7, 4}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_182[] = {{6, 1}, {8, 0}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_183[] = {{12, 1}, {2, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_184[] = {{12, 1}, {2, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_185[] = {{12, 2}, {2, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_186[] = {{12, 2}, {2, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_187[] = {{12, 4}, {2, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_188[] = {{12, 4}, {2, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_189[] = {{12, 8}, {2, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_190[] = {{12, 8}, {2, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_191[] = {{12, 1}, {9, 8}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_192[] = {{12, 1}, {9, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_193[] = {{12, 1}, {9, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_194[] = {{12, 2}, {9, 8}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_195[] = {{12, 2}, {9, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_196[] = {{12, 2}, {9, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_197[] = {{12, 4}, {9, 8}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_198[] = {{12, 4}, {9, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_199[] = {{12, 4}, {9, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_200[] = {{12, 8}, {9, 8}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_201[] = {{12, 8}, {9, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_202[] = {{12, 8}, {9, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_203[] = {{12, 1}, {0, 2}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_204[] = {{12, 2}, {0, 2}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_205[] = {{12, 4}, {0, 2}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_206[] = {{12, 8}, {0, 2}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_207[] = {{12, 2}, {6, 0}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_208[] = {{12, 4}, {6, 0}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_209[] = {{12, 8}, {6, 0}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_210[] = {{12, 1}, {5, 16}, {4, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_211[] = {{12, 1}, {5, 16}, {4, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_212[] = {{12, 1}, {5, 16}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_213[] = {{12, 1}, {5, 16}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_214[] = {{12, 2}, {5, 16}, {4, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_215[] = {{12, 2}, {5, 16}, {4, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_216[] = {{12, 2}, {5, 16}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_217[] = {{12, 2}, {5, 16}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_218[] = {{12, 4}, {5, 16}, {4, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_219[] = {{12, 4}, {5, 16}, {4, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_220[] = {{12, 4}, {5, 16}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_221[] = {{12, 4}, {5, 16}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_222[] = {{12, 8}, {5, 16}, {4, 16}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_223[] = {{12, 8}, {5, 16}, {4, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_224[] = {{12, 8}, {5, 16}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_225[] = {{12, 8}, {5, 16}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_226[] = {{12, 1}, {5, 32}, {4, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_227[] = {{12, 1}, {5, 32}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_228[] = {{12, 1}, {5, 32}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_229[] = {{12, 2}, {5, 32}, {4, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_230[] = {{12, 2}, {5, 32}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_231[] = {{12, 2}, {5, 32}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_232[] = {{12, 4}, {5, 32}, {4, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_233[] = {{12, 4}, {5, 32}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_234[] = {{12, 4}, {5, 32}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_235[] = {{12, 8}, {5, 32}, {4, 32}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_236[] = {{12, 8}, {5, 32}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_237[] = {{12, 8}, {5, 32}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_238[] = {{12, 1}, {5, 64}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_239[] = {{12, 1}, {5, 64}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_240[] = {{12, 2}, {5, 64}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_241[] = {{12, 2}, {5, 64}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_242[] = {{12, 4}, {5, 64}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_243[] = {{12, 4}, {5, 64}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_244[] = {{12, 8}, {5, 64}, {4, 64}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_245[] = {{12, 8}, {5, 64}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_246[] = {{12, 1}, {5, 128}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_247[] = {{12, 2}, {5, 128}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_248[] = {{12, 4}, {5, 128}, {4, 128}};
+
+static const struct kseal_axis_value kseal_qsa_attention_exclude_249[] = {{12, 8}, {5, 128}, {4, 128}};
+
+static const struct kseal_exclude kseal_qsa_attention_excludes[] = {
+    {NULL, kseal_qsa_attention_exclude_0, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_1, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_2, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_3, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_4, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_5, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_6, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_7, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_8, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_9, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_10, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_11, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_12, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_13, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_14, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_15, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_16, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_17, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_18, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_19, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_20, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_21, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_22, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_23, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_24, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_25, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_26, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_27, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_28, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_29, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_30, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_31, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_32, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_33, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_34, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_35, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_36, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_37, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_38, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_39, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_40, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_41, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_42, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_43, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_44, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_45, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_46, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_47, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_48, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_49, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_50, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_51, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_52, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_53, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_54, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_55, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_56, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_57, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_58, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_59, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_60, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_61, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_62, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_63, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_64, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_65, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_66, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_67, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_68, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_69, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_70, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_71, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_72, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_73, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_74, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_75, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_76, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_77, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_78, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_79, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_80, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_81, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_82, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_83, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_84, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_85, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_86, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_87, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_88, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_89, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_90, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_91, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_92, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_93, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_94, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_95, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_96, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_97, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_98, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_99, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_100, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_101, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_102, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_103, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_104, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_105, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_106, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_107, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_108, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_109, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_110, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_111, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_112, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_113, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_114, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_115, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_116, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_117, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_118, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_119, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_120, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_121, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_122, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_123, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_124, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_125, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_126, 2,
+     "a persistent grid has no splits: there are more routes than thread blocks already"},
+    {NULL, kseal_qsa_attention_exclude_127, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_128, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_129, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_130, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_131, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_132, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_133, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_134, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_135, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_136, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_137, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_138, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_139, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_140, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_141, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_142, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_143, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_144, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_145, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_146, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_147, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_148, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_149, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_150, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_151, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_152, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_153, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_154, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_155, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_156, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_157, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_158, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_159, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_160, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_161, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_162, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_163, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_164, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_165, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_166, 2,
+     "the query tile must hold one token: tile_q is below heads_per_kv"},
+    {NULL, kseal_qsa_attention_exclude_167, 2,
+     "o has the type of q, unless that is e4m3"},
+    {NULL, kseal_qsa_attention_exclude_168, 2,
+     "o has the type of q, unless that is e4m3"},
+    {NULL, kseal_qsa_attention_exclude_169, 4,
+     "upstream qualifies wide e4m3 heads with one token a route for tiles of 64 and 128 rows only"},
+    {NULL, kseal_qsa_attention_exclude_170, 4,
+     "upstream qualifies wide e4m3 heads with one token a route for tiles of 64 and 128 rows only"},
+    {NULL, kseal_qsa_attention_exclude_171, 4,
+     "upstream qualifies wide e4m3 heads with one token a route for tiles of 64 and 128 rows only"},
+    {NULL, kseal_qsa_attention_exclude_172, 4,
+     "upstream qualifies wide e4m3 heads with one token a route for tiles of 64 and 128 rows only"},
+    {NULL, kseal_qsa_attention_exclude_173, 4,
+     "upstream qualifies wide e4m3 heads with one token a route for tiles of 64 and 128 rows only"},
+    {NULL, kseal_qsa_attention_exclude_174, 4,
+     "upstream qualifies wide e4m3 heads with one token a route for tiles of 64 and 128 rows only"},
+    {NULL, kseal_qsa_attention_exclude_175, 4,
+     "upstream qualifies small tiles of wide e4m3 heads with splits only"},
+    {NULL, kseal_qsa_attention_exclude_176, 4,
+     "upstream qualifies small tiles of wide e4m3 heads with splits only"},
+    {NULL, kseal_qsa_attention_exclude_177, 4,
+     "upstream qualifies small tiles of wide e4m3 heads with splits only"},
+    {NULL, kseal_qsa_attention_exclude_178, 4,
+     "upstream qualifies small tiles of wide e4m3 heads with splits only"},
+    {NULL, kseal_qsa_attention_exclude_179, 4,
+     "upstream qualifies small tiles of wide e4m3 heads with splits only"},
+    {NULL, kseal_qsa_attention_exclude_180, 4,
+     "upstream qualifies small tiles of wide e4m3 heads with splits only"},
+    {NULL, kseal_qsa_attention_exclude_181, 2,
+     "qsa_metadata reads the positions of grouped routes; give i64 here"},
+    {NULL, kseal_qsa_attention_exclude_182, 2,
+     "qsa_metadata applies count_current to grouped routes; give 1 here"},
+    {NULL, kseal_qsa_attention_exclude_183, 2,
+     "only wide heads have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_184, 2,
+     "only wide heads have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_185, 2,
+     "only wide heads have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_186, 2,
+     "only wide heads have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_187, 2,
+     "only wide heads have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_188, 2,
+     "only wide heads have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_189, 2,
+     "only wide heads have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_190, 2,
+     "only wide heads have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_191, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_192, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_193, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_194, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_195, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_196, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_197, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_198, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_199, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_200, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_201, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_202, 2,
+     "only tiles of 64 and 128 rows have a flat cache"},
+    {NULL, kseal_qsa_attention_exclude_203, 2,
+     "upstream has a flat cache for bf16 and e4m3"},
+    {NULL, kseal_qsa_attention_exclude_204, 2,
+     "upstream has a flat cache for bf16 and e4m3"},
+    {NULL, kseal_qsa_attention_exclude_205, 2,
+     "upstream has a flat cache for bf16 and e4m3"},
+    {NULL, kseal_qsa_attention_exclude_206, 2,
+     "upstream has a flat cache for bf16 and e4m3"},
+    {NULL, kseal_qsa_attention_exclude_207, 2,
+     "with one token a route the kernel has no head of a locator: a flat cache has one KV head"},
+    {NULL, kseal_qsa_attention_exclude_208, 2,
+     "with one token a route the kernel has no head of a locator: a flat cache has one KV head"},
+    {NULL, kseal_qsa_attention_exclude_209, 2,
+     "with one token a route the kernel has no head of a locator: a flat cache has one KV head"},
+    {NULL, kseal_qsa_attention_exclude_210, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_211, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_212, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_213, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_214, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_215, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_216, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_217, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_218, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_219, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_220, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_221, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_222, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_223, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_224, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_225, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_226, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_227, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_228, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_229, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_230, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_231, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_232, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_233, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_234, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_235, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_236, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_237, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_238, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_239, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_240, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_241, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_242, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_243, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_244, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_245, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_246, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_247, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_248, 3,
+     "a flat cache is for blocks smaller than a page"},
+    {NULL, kseal_qsa_attention_exclude_249, 3,
+     "a flat cache is for blocks smaller than a page"},
+};
+
+const struct kseal_qsa_attention_class kseal_qsa_attention_classes[1] = {
+    {"prims_ts", 0},
+};
+
+static const struct kseal_op kseal_qsa_attention_op = {
+    .name = "qsa_attention",
+    .axes = kseal_qsa_attention_axes,
+    .axis_count = 13,
+    .excludes = kseal_qsa_attention_excludes,
+    .exclude_count = 250,
+};
+
+KSEAL_API kseal_status kseal_qsa_attention_choose(const kseal_qsa_attention_args *args, uint32_t sm_count,
+    kseal_qsa_attention_config *config) {
+    kseal_qsa_attention_args a;
+    kseal_qsa_attention_config c;
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_QSA_ATTENTION_ARGS_MIN_SIZE, args, "kseal_qsa_attention_args");
+    if (status == KSEAL_OK)
+        status = kseal_read_struct(&c, sizeof c, KSEAL_QSA_ATTENTION_CONFIG_MIN_SIZE, config, "kseal_qsa_attention_config");
+    if (status == KSEAL_OK && sm_count == 0)
+        status = kseal_fail(KSEAL_INVALID_ARGUMENT, "qsa_attention: sm_count is 0; it must be positive");
+    if (status == KSEAL_OK)
+        status = kseal_qsa_attention_launch_choose(&a, sm_count, &c);
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_write_struct(config, KSEAL_QSA_ATTENTION_CONFIG_MIN_SIZE, &c, sizeof c, "kseal_qsa_attention_config");
+}
+
+KSEAL_API kseal_status kseal_qsa_attention_prepare(kseal_bundle *bundle, const kseal_qsa_attention_config *config,
+    kseal_qsa_attention **handle) {
+    kseal_qsa_attention_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "qsa_attention: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_QSA_ATTENTION_CONFIG_MIN_SIZE, config, "kseal_qsa_attention_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.dtype, c.out_dtype, c.head_dim, c.heads_per_kv, c.block_size, c.page_size, c.grouped, c.position_dtype, c.count_current, c.tile_q, c.splits, c.persistent, c.flat_kv_heads};
+    status = kseal_op_prepare(bundle, &kseal_qsa_attention_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_qsa_attention *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_qsa_attention_workspace_size(kseal_qsa_attention *handle, const kseal_qsa_attention_args *args,
+    uint64_t *bytes) {
+    kseal_qsa_attention_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "qsa_attention: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_QSA_ATTENTION_ARGS_MIN_SIZE, args, "kseal_qsa_attention_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_qsa_attention_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_qsa_attention_run(kseal_qsa_attention *handle, const kseal_qsa_attention_args *args) {
+    kseal_qsa_attention_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "qsa_attention: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_QSA_ATTENTION_ARGS_MIN_SIZE, args, "kseal_qsa_attention_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_qsa_attention_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_qsa_attention_release(kseal_qsa_attention *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
+/* ---- qsa_metadata ---- */
+
+static const uint32_t kseal_qsa_metadata_values_group[] = {2, 3, 4, 5, 6, 7, 8};
+static const char *const kseal_qsa_metadata_names_group[] = {"2", "3", "4", "5", "6", "7", "8"};
+
+static const uint32_t kseal_qsa_metadata_values_position_dtype[] = {4, 5};
+static const char *const kseal_qsa_metadata_names_position_dtype[] = {"i32", "i64"};
+
+static const uint32_t kseal_qsa_metadata_values_query_major[] = {0, 1};
+static const char *const kseal_qsa_metadata_names_query_major[] = {"0", "1"};
+
+static const struct kseal_axis kseal_qsa_metadata_axes[] = {
+    {"group", kseal_qsa_metadata_values_group, kseal_qsa_metadata_names_group, 7},
+    {"position_dtype", kseal_qsa_metadata_values_position_dtype, kseal_qsa_metadata_names_position_dtype, 2},
+    {"query_major", kseal_qsa_metadata_values_query_major, kseal_qsa_metadata_names_query_major, 2},
+};
+
+const struct kseal_qsa_metadata_class kseal_qsa_metadata_classes[1] = {
+    {"union", 0, 232448},
+};
+
+static const struct kseal_op kseal_qsa_metadata_op = {
+    .name = "qsa_metadata",
+    .axes = kseal_qsa_metadata_axes,
+    .axis_count = 3,
+    .excludes = NULL,
+    .exclude_count = 0,
+};
+
+KSEAL_API kseal_status kseal_qsa_metadata_prepare(kseal_bundle *bundle, const kseal_qsa_metadata_config *config,
+    kseal_qsa_metadata **handle) {
+    kseal_qsa_metadata_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "qsa_metadata: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_QSA_METADATA_CONFIG_MIN_SIZE, config, "kseal_qsa_metadata_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.group, c.position_dtype, c.query_major};
+    status = kseal_op_prepare(bundle, &kseal_qsa_metadata_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_qsa_metadata *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_qsa_metadata_workspace_size(kseal_qsa_metadata *handle, const kseal_qsa_metadata_args *args,
+    uint64_t *bytes) {
+    kseal_qsa_metadata_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "qsa_metadata: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_QSA_METADATA_ARGS_MIN_SIZE, args, "kseal_qsa_metadata_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_qsa_metadata_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_qsa_metadata_run(kseal_qsa_metadata *handle, const kseal_qsa_metadata_args *args) {
+    kseal_qsa_metadata_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "qsa_metadata: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_QSA_METADATA_ARGS_MIN_SIZE, args, "kseal_qsa_metadata_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_qsa_metadata_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_qsa_metadata_release(kseal_qsa_metadata *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
+/* ---- ragged_prefill ---- */
+
+static const uint32_t kseal_ragged_prefill_values_dtype[] = {1, 2};
+static const char *const kseal_ragged_prefill_names_dtype[] = {"bf16", "f16"};
+
+static const uint32_t kseal_ragged_prefill_values_head_dim[] = {64, 128, 192, 256};
+static const char *const kseal_ragged_prefill_names_head_dim[] = {"64", "128", "192", "256"};
+
+static const uint32_t kseal_ragged_prefill_values_v_dim[] = {64, 128, 192, 256};
+static const char *const kseal_ragged_prefill_names_v_dim[] = {"64", "128", "192", "256"};
+
+static const uint32_t kseal_ragged_prefill_values_causal[] = {0, 1};
+static const char *const kseal_ragged_prefill_names_causal[] = {"0", "1"};
+
+static const struct kseal_axis kseal_ragged_prefill_axes[] = {
+    {"dtype", kseal_ragged_prefill_values_dtype, kseal_ragged_prefill_names_dtype, 2},
+    {"head_dim", kseal_ragged_prefill_values_head_dim, kseal_ragged_prefill_names_head_dim, 4},
+    {"v_dim", kseal_ragged_prefill_values_v_dim, kseal_ragged_prefill_names_v_dim, 4},
+    {"causal", kseal_ragged_prefill_values_causal, kseal_ragged_prefill_names_causal, 2},
+};
+
+static const struct kseal_axis_value kseal_ragged_prefill_exclude_0[] = {{1, 64}, {2, 128}};
+
+static const struct kseal_axis_value kseal_ragged_prefill_exclude_1[] = {{1, 64}, {2, 192}};
+
+static const struct kseal_axis_value kseal_ragged_prefill_exclude_2[] = {{1, 64}, {2, 256}};
+
+static const struct kseal_axis_value kseal_ragged_prefill_exclude_3[] = {{1, 128}, {2, 64}};
+
+static const struct kseal_axis_value kseal_ragged_prefill_exclude_4[] = {{1, 128}, {2, 192}};
+
+static const struct kseal_axis_value kseal_ragged_prefill_exclude_5[] = {{1, 128}, {2, 256}};
+
+static const struct kseal_axis_value kseal_ragged_prefill_exclude_6[] = {{1, 192}, {2, 64}};
+
+static const struct kseal_axis_value kseal_ragged_prefill_exclude_7[] = {{1, 192}, {2, 256}};
+
+static const struct kseal_axis_value kseal_ragged_prefill_exclude_8[] = {{1, 256}, {2, 64}};
+
+static const struct kseal_axis_value kseal_ragged_prefill_exclude_9[] = {{1, 256}, {2, 128}};
+
+static const struct kseal_axis_value kseal_ragged_prefill_exclude_10[] = {{1, 256}, {2, 192}};
+
+static const struct kseal_exclude kseal_ragged_prefill_excludes[] = {
+    {NULL, kseal_ragged_prefill_exclude_0, 2,
+     "v_dim must be head_dim, or 128 with a head_dim of 192"},
+    {NULL, kseal_ragged_prefill_exclude_1, 2,
+     "v_dim must be head_dim, or 128 with a head_dim of 192"},
+    {NULL, kseal_ragged_prefill_exclude_2, 2,
+     "v_dim must be head_dim, or 128 with a head_dim of 192"},
+    {NULL, kseal_ragged_prefill_exclude_3, 2,
+     "v_dim must be head_dim, or 128 with a head_dim of 192"},
+    {NULL, kseal_ragged_prefill_exclude_4, 2,
+     "v_dim must be head_dim, or 128 with a head_dim of 192"},
+    {NULL, kseal_ragged_prefill_exclude_5, 2,
+     "v_dim must be head_dim, or 128 with a head_dim of 192"},
+    {NULL, kseal_ragged_prefill_exclude_6, 2,
+     "v_dim must be head_dim, or 128 with a head_dim of 192"},
+    {NULL, kseal_ragged_prefill_exclude_7, 2,
+     "v_dim must be head_dim, or 128 with a head_dim of 192"},
+    {NULL, kseal_ragged_prefill_exclude_8, 2,
+     "v_dim must be head_dim, or 128 with a head_dim of 192"},
+    {NULL, kseal_ragged_prefill_exclude_9, 2,
+     "v_dim must be head_dim, or 128 with a head_dim of 192"},
+    {NULL, kseal_ragged_prefill_exclude_10, 2,
+     "v_dim must be head_dim, or 128 with a head_dim of 192"},
+};
+
+const struct kseal_ragged_prefill_class kseal_ragged_prefill_classes[2] = {
+    {"fa2", 0, 232448, 233472},
+    {"fa2_sm12x", 0, 101376, 102400},
+};
+
+static const struct kseal_op kseal_ragged_prefill_op = {
+    .name = "ragged_prefill",
+    .axes = kseal_ragged_prefill_axes,
+    .axis_count = 4,
+    .excludes = kseal_ragged_prefill_excludes,
+    .exclude_count = 11,
+};
+
+KSEAL_API kseal_status kseal_ragged_prefill_prepare(kseal_bundle *bundle, const kseal_ragged_prefill_config *config,
+    kseal_ragged_prefill **handle) {
+    kseal_ragged_prefill_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "ragged_prefill: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_RAGGED_PREFILL_CONFIG_MIN_SIZE, config, "kseal_ragged_prefill_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.dtype, c.head_dim, c.v_dim, c.causal};
+    status = kseal_op_prepare(bundle, &kseal_ragged_prefill_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_ragged_prefill *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_ragged_prefill_workspace_size(kseal_ragged_prefill *handle, const kseal_ragged_prefill_args *args,
+    uint64_t *bytes) {
+    kseal_ragged_prefill_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "ragged_prefill: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_RAGGED_PREFILL_ARGS_MIN_SIZE, args, "kseal_ragged_prefill_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_ragged_prefill_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_ragged_prefill_plan_size(kseal_ragged_prefill *handle, const kseal_ragged_prefill_args *args,
+    uint64_t *bytes) {
+    kseal_ragged_prefill_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "ragged_prefill: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_RAGGED_PREFILL_ARGS_MIN_SIZE, args, "kseal_ragged_prefill_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_ragged_prefill_launch_plan((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_ragged_prefill_plan(kseal_ragged_prefill *handle, const kseal_ragged_prefill_args *args,
+    uint64_t *bytes) {
+    kseal_ragged_prefill_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "ragged_prefill: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_RAGGED_PREFILL_ARGS_MIN_SIZE, args, "kseal_ragged_prefill_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_ragged_prefill_launch_make_plan((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_ragged_prefill_run(kseal_ragged_prefill *handle, const kseal_ragged_prefill_args *args) {
+    kseal_ragged_prefill_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "ragged_prefill: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_RAGGED_PREFILL_ARGS_MIN_SIZE, args, "kseal_ragged_prefill_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_ragged_prefill_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_ragged_prefill_release(kseal_ragged_prefill *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
+/* ---- topk_regions ---- */
+
+static const uint32_t kseal_topk_regions_values_dtype[] = {1, 2, 3};
+static const char *const kseal_topk_regions_names_dtype[] = {"bf16", "f16", "f32"};
+
+static const uint32_t kseal_topk_regions_values_paged[] = {0, 1};
+static const char *const kseal_topk_regions_names_paged[] = {"0", "1"};
+
+static const uint32_t kseal_topk_regions_values_deterministic[] = {0, 1};
+static const char *const kseal_topk_regions_names_deterministic[] = {"0", "1"};
+
+static const struct kseal_axis kseal_topk_regions_axes[] = {
+    {"dtype", kseal_topk_regions_values_dtype, kseal_topk_regions_names_dtype, 3},
+    {"paged", kseal_topk_regions_values_paged, kseal_topk_regions_names_paged, 2},
+    {"deterministic", kseal_topk_regions_values_deterministic, kseal_topk_regions_names_deterministic, 2},
+};
+
+const struct kseal_topk_regions_class kseal_topk_regions_classes[2] = {
+    {"radix_sm90", 0, 232448},
+    {"radix_sm120", 0, 101376},
+};
+
+static const struct kseal_op kseal_topk_regions_op = {
+    .name = "topk_regions",
+    .axes = kseal_topk_regions_axes,
+    .axis_count = 3,
+    .excludes = NULL,
+    .exclude_count = 0,
+};
+
+KSEAL_API kseal_status kseal_topk_regions_prepare(kseal_bundle *bundle, const kseal_topk_regions_config *config,
+    kseal_topk_regions **handle) {
+    kseal_topk_regions_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "topk_regions: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_TOPK_REGIONS_CONFIG_MIN_SIZE, config, "kseal_topk_regions_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.dtype, c.paged, c.deterministic};
+    status = kseal_op_prepare(bundle, &kseal_topk_regions_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_topk_regions *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_topk_regions_workspace_size(kseal_topk_regions *handle, const kseal_topk_regions_args *args,
+    uint64_t *bytes) {
+    kseal_topk_regions_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "topk_regions: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_TOPK_REGIONS_ARGS_MIN_SIZE, args, "kseal_topk_regions_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_topk_regions_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_topk_regions_semaphores_size(kseal_topk_regions *handle, const kseal_topk_regions_args *args,
+    uint64_t *bytes) {
+    kseal_topk_regions_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "topk_regions: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_TOPK_REGIONS_ARGS_MIN_SIZE, args, "kseal_topk_regions_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_topk_regions_launch_semaphores((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_topk_regions_run(kseal_topk_regions *handle, const kseal_topk_regions_args *args) {
+    kseal_topk_regions_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "topk_regions: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_TOPK_REGIONS_ARGS_MIN_SIZE, args, "kseal_topk_regions_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_topk_regions_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_topk_regions_release(kseal_topk_regions *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
+/* ---- topk_varlen ---- */
+
+static const uint32_t kseal_topk_varlen_values_dtype[] = {1, 2, 3};
+static const char *const kseal_topk_varlen_names_dtype[] = {"bf16", "f16", "f32"};
+
+static const uint32_t kseal_topk_varlen_values_values[] = {0, 1};
+static const char *const kseal_topk_varlen_names_values[] = {"0", "1"};
+
+static const struct kseal_axis kseal_topk_varlen_axes[] = {
+    {"dtype", kseal_topk_varlen_values_dtype, kseal_topk_varlen_names_dtype, 3},
+    {"values", kseal_topk_varlen_values_values, kseal_topk_varlen_names_values, 2},
+};
+
+const struct kseal_topk_varlen_class kseal_topk_varlen_classes[2] = {
+    {"radix_sm90", 0, 232448},
+    {"radix_sm120", 0, 101376},
+};
+
+static const struct kseal_op kseal_topk_varlen_op = {
+    .name = "topk_varlen",
+    .axes = kseal_topk_varlen_axes,
+    .axis_count = 2,
+    .excludes = NULL,
+    .exclude_count = 0,
+};
+
+KSEAL_API kseal_status kseal_topk_varlen_prepare(kseal_bundle *bundle, const kseal_topk_varlen_config *config,
+    kseal_topk_varlen **handle) {
+    kseal_topk_varlen_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "topk_varlen: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_TOPK_VARLEN_CONFIG_MIN_SIZE, config, "kseal_topk_varlen_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.dtype, c.values};
+    status = kseal_op_prepare(bundle, &kseal_topk_varlen_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_topk_varlen *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_topk_varlen_workspace_size(kseal_topk_varlen *handle, const kseal_topk_varlen_args *args,
+    uint64_t *bytes) {
+    kseal_topk_varlen_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "topk_varlen: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_TOPK_VARLEN_ARGS_MIN_SIZE, args, "kseal_topk_varlen_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_topk_varlen_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_topk_varlen_semaphores_size(kseal_topk_varlen *handle, const kseal_topk_varlen_args *args,
+    uint64_t *bytes) {
+    kseal_topk_varlen_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "topk_varlen: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_TOPK_VARLEN_ARGS_MIN_SIZE, args, "kseal_topk_varlen_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_topk_varlen_launch_semaphores((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_topk_varlen_run(kseal_topk_varlen *handle, const kseal_topk_varlen_args *args) {
+    kseal_topk_varlen_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "topk_varlen: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_TOPK_VARLEN_ARGS_MIN_SIZE, args, "kseal_topk_varlen_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_topk_varlen_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_topk_varlen_release(kseal_topk_varlen *handle) { return kseal_op_release((struct kseal_handle *)handle); }
 
 /* ---- xqa_decode ---- */
 

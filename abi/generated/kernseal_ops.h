@@ -4,6 +4,53 @@
 
 #include "op.h"
 
+/* ---- gdn_decode ---- */
+
+enum {
+    KSEAL_GDN_DECODE_AXIS_TOKENS = 0,
+    KSEAL_GDN_DECODE_AXIS_WIDE = 1,
+    KSEAL_GDN_DECODE_AXIS_TILE_V = 2,
+    KSEAL_GDN_DECODE_AXIS_INDEX_DTYPE = 3,
+    KSEAL_GDN_DECODE_AXIS_QK_L2NORM = 4,
+    KSEAL_GDN_DECODE_AXIS_OUTPUT_INDICES = 5,
+    KSEAL_GDN_DECODE_AXIS_INTERMEDIATE_STATES = 6,
+    KSEAL_GDN_DECODE_AXIS_UPDATE_STATE = 7,
+    KSEAL_GDN_DECODE_AXES = 8
+};
+enum {
+    KSEAL_GDN_DECODE_BUILDER_NARROW = 0,
+    KSEAL_GDN_DECODE_BUILDER_WIDE = 1,
+    KSEAL_GDN_DECODE_BUILDER_WIDE_T1 = 2
+};
+enum {
+    KSEAL_GDN_DECODE_LIMIT_HEAD_DIM = 128,
+    KSEAL_GDN_DECODE_LIMIT_ALIGN_Q = 16,
+    KSEAL_GDN_DECODE_LIMIT_ALIGN_K = 16,
+    KSEAL_GDN_DECODE_LIMIT_ALIGN_V = 16,
+    KSEAL_GDN_DECODE_LIMIT_ALIGN_O = 16,
+    KSEAL_GDN_DECODE_LIMIT_ALIGN_A = 2,
+    KSEAL_GDN_DECODE_LIMIT_ALIGN_B = 2,
+    KSEAL_GDN_DECODE_LIMIT_ALIGN_A_LOG = 4,
+    KSEAL_GDN_DECODE_LIMIT_ALIGN_DT_BIAS = 4,
+    KSEAL_GDN_DECODE_LIMIT_ALIGN_STATE = 16,
+    KSEAL_GDN_DECODE_LIMIT_ALIGN_INTERMEDIATE_STATES = 16
+};
+
+struct kseal_gdn_decode_class {
+    const char *name;
+    uint32_t builder;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_gdn_decode_class kseal_gdn_decode_classes[6];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_gdn_decode_launch_workspace(const struct kseal_handle *handle, const kseal_gdn_decode_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_gdn_decode_launch_run(const struct kseal_handle *handle, const kseal_gdn_decode_args *args);
+
 /* ---- gdn_prefill ---- */
 
 enum {
@@ -53,6 +100,370 @@ kseal_status kseal_gdn_prefill_launch_workspace(const struct kseal_handle *handl
 
 /* Validates and launches. Written by the op. */
 kseal_status kseal_gdn_prefill_launch_run(const struct kseal_handle *handle, const kseal_gdn_prefill_args *args);
+
+/* ---- gdn_prefill_cp ---- */
+
+enum {
+    KSEAL_GDN_PREFILL_CP_AXIS_DTYPE = 0,
+    KSEAL_GDN_PREFILL_CP_AXIS_STATE_DTYPE = 1,
+    KSEAL_GDN_PREFILL_CP_AXIS_STATE_LAYOUT = 2,
+    KSEAL_GDN_PREFILL_CP_AXIS_INDEX_DTYPE = 3,
+    KSEAL_GDN_PREFILL_CP_AXIS_INITIAL_STATE = 4,
+    KSEAL_GDN_PREFILL_CP_AXIS_POOLED = 5,
+    KSEAL_GDN_PREFILL_CP_AXIS_CHECKPOINTS = 6,
+    KSEAL_GDN_PREFILL_CP_AXES = 7
+};
+enum {
+    KSEAL_GDN_PREFILL_CP_BUILDER_CONTEXT_PARALLEL = 0
+};
+enum {
+    KSEAL_GDN_PREFILL_CP_LIMIT_HEAD_DIM = 128,
+    KSEAL_GDN_PREFILL_CP_LIMIT_ALIGN_Q = 16,
+    KSEAL_GDN_PREFILL_CP_LIMIT_ALIGN_K = 16,
+    KSEAL_GDN_PREFILL_CP_LIMIT_ALIGN_V = 16,
+    KSEAL_GDN_PREFILL_CP_LIMIT_ALIGN_O = 16,
+    KSEAL_GDN_PREFILL_CP_LIMIT_ALIGN_ALPHA = 16,
+    KSEAL_GDN_PREFILL_CP_LIMIT_ALIGN_BETA = 16,
+    KSEAL_GDN_PREFILL_CP_LIMIT_ALIGN_INITIAL_STATE = 16,
+    KSEAL_GDN_PREFILL_CP_LIMIT_ALIGN_FINAL_STATE = 16,
+    KSEAL_GDN_PREFILL_CP_LIMIT_ALIGN_CHECKPOINTS = 16,
+    KSEAL_GDN_PREFILL_CP_LIMIT_ALIGN_WORKSPACE = 128
+};
+
+struct kseal_gdn_prefill_cp_class {
+    const char *name;
+    uint32_t builder;
+    uint32_t chunks_balanced_heads;
+    uint32_t chunks_cost_fixup;
+    uint32_t chunks_cost_prefill;
+    uint32_t chunks_parallel_den;
+    uint32_t chunks_parallel_num;
+    uint32_t workspace_per_sm_bytes;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_gdn_prefill_cp_class kseal_gdn_prefill_cp_classes[3];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_gdn_prefill_cp_launch_workspace(const struct kseal_handle *handle, const kseal_gdn_prefill_cp_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_gdn_prefill_cp_launch_run(const struct kseal_handle *handle, const kseal_gdn_prefill_cp_args *args);
+
+/* ---- paged_mqa_logits ---- */
+
+enum {
+    KSEAL_PAGED_MQA_LOGITS_AXIS_KV_DTYPE = 0,
+    KSEAL_PAGED_MQA_LOGITS_AXIS_OUT_DTYPE = 1,
+    KSEAL_PAGED_MQA_LOGITS_AXIS_EPI_DTYPE = 2,
+    KSEAL_PAGED_MQA_LOGITS_AXIS_ACC_DTYPE = 3,
+    KSEAL_PAGED_MQA_LOGITS_AXIS_NUM_HEADS = 4,
+    KSEAL_PAGED_MQA_LOGITS_AXIS_HEAD_DIM = 5,
+    KSEAL_PAGED_MQA_LOGITS_AXIS_NEXT_N = 6,
+    KSEAL_PAGED_MQA_LOGITS_AXIS_PAGE_SIZE = 7,
+    KSEAL_PAGED_MQA_LOGITS_AXIS_INTERLEAVED = 8,
+    KSEAL_PAGED_MQA_LOGITS_AXES = 9
+};
+enum {
+    KSEAL_PAGED_MQA_LOGITS_BUILDER_DSA = 0,
+    KSEAL_PAGED_MQA_LOGITS_BUILDER_FP4 = 1,
+    KSEAL_PAGED_MQA_LOGITS_BUILDER_FP8 = 2
+};
+enum {
+    KSEAL_PAGED_MQA_LOGITS_LIMIT_MAX_CTAS = 16383,
+    KSEAL_PAGED_MQA_LOGITS_LIMIT_MAX_FP4_ATOM = 3,
+    KSEAL_PAGED_MQA_LOGITS_LIMIT_SEGMENT = 256,
+    KSEAL_PAGED_MQA_LOGITS_LIMIT_ALIGN_Q = 16,
+    KSEAL_PAGED_MQA_LOGITS_LIMIT_ALIGN_Q_SCALES = 16,
+    KSEAL_PAGED_MQA_LOGITS_LIMIT_ALIGN_KV = 16,
+    KSEAL_PAGED_MQA_LOGITS_LIMIT_ALIGN_WEIGHTS = 16,
+    KSEAL_PAGED_MQA_LOGITS_LIMIT_ALIGN_PAGE_TABLE = 4,
+    KSEAL_PAGED_MQA_LOGITS_LIMIT_ALIGN_SEQ_LENS = 4,
+    KSEAL_PAGED_MQA_LOGITS_LIMIT_ALIGN_SCHEDULE = 16,
+    KSEAL_PAGED_MQA_LOGITS_LIMIT_ALIGN_LOGITS = 16
+};
+
+struct kseal_paged_mqa_logits_class {
+    const char *name;
+    uint32_t builder;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_paged_mqa_logits_class kseal_paged_mqa_logits_classes[3];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_paged_mqa_logits_launch_workspace(const struct kseal_handle *handle, const kseal_paged_mqa_logits_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_paged_mqa_logits_launch_run(const struct kseal_handle *handle, const kseal_paged_mqa_logits_args *args);
+
+/* ---- paged_mqa_schedule ---- */
+
+enum {
+    KSEAL_PAGED_MQA_SCHEDULE_AXIS_ATOMS = 0,
+    KSEAL_PAGED_MQA_SCHEDULE_AXES = 1
+};
+enum {
+    KSEAL_PAGED_MQA_SCHEDULE_BUILDER_SCHEDULE = 0
+};
+enum {
+    KSEAL_PAGED_MQA_SCHEDULE_LIMIT_MAX_ROWS = 8192,
+    KSEAL_PAGED_MQA_SCHEDULE_LIMIT_MAX_CTAS = 16383,
+    KSEAL_PAGED_MQA_SCHEDULE_LIMIT_SEGMENT = 256,
+    KSEAL_PAGED_MQA_SCHEDULE_LIMIT_ALIGN_SEQ_LENS = 4,
+    KSEAL_PAGED_MQA_SCHEDULE_LIMIT_ALIGN_SCHEDULE = 16
+};
+
+struct kseal_paged_mqa_schedule_class {
+    const char *name;
+    uint32_t builder;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_paged_mqa_schedule_class kseal_paged_mqa_schedule_classes[1];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_paged_mqa_schedule_launch_workspace(const struct kseal_handle *handle, const kseal_paged_mqa_schedule_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_paged_mqa_schedule_launch_run(const struct kseal_handle *handle, const kseal_paged_mqa_schedule_args *args);
+
+/* ---- qsa_attention ---- */
+
+enum {
+    KSEAL_QSA_ATTENTION_AXIS_DTYPE = 0,
+    KSEAL_QSA_ATTENTION_AXIS_OUT_DTYPE = 1,
+    KSEAL_QSA_ATTENTION_AXIS_HEAD_DIM = 2,
+    KSEAL_QSA_ATTENTION_AXIS_HEADS_PER_KV = 3,
+    KSEAL_QSA_ATTENTION_AXIS_BLOCK_SIZE = 4,
+    KSEAL_QSA_ATTENTION_AXIS_PAGE_SIZE = 5,
+    KSEAL_QSA_ATTENTION_AXIS_GROUPED = 6,
+    KSEAL_QSA_ATTENTION_AXIS_POSITION_DTYPE = 7,
+    KSEAL_QSA_ATTENTION_AXIS_COUNT_CURRENT = 8,
+    KSEAL_QSA_ATTENTION_AXIS_TILE_Q = 9,
+    KSEAL_QSA_ATTENTION_AXIS_SPLITS = 10,
+    KSEAL_QSA_ATTENTION_AXIS_PERSISTENT = 11,
+    KSEAL_QSA_ATTENTION_AXIS_FLAT_KV_HEADS = 12,
+    KSEAL_QSA_ATTENTION_AXES = 13
+};
+enum {
+    KSEAL_QSA_ATTENTION_BUILDER_ATTENTION = 0
+};
+enum {
+    KSEAL_QSA_ATTENTION_LIMIT_MAX_TOPK = 512,
+    KSEAL_QSA_ATTENTION_LIMIT_MAX_GROUP = 8,
+    KSEAL_QSA_ATTENTION_LIMIT_MAX_ROUTES = 65535,
+    KSEAL_QSA_ATTENTION_LIMIT_MAX_SEQ_LEN = 2147483392,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_Q = 16,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_K = 16,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_V = 16,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_O = 16,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_QO_INDPTR = 4,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_BLOCK_INDICES = 4,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_BLOCK_TABLE = 4,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_TOKEN_TO_REQUEST = 4,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_PAGE_INDICES = 4,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_MEMBERSHIPS = 4,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_KV_LENS = 4,
+    KSEAL_QSA_ATTENTION_LIMIT_ALIGN_WORKSPACE = 256
+};
+
+struct kseal_qsa_attention_class {
+    const char *name;
+    uint32_t builder;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_qsa_attention_class kseal_qsa_attention_classes[1];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_qsa_attention_launch_workspace(const struct kseal_handle *handle, const kseal_qsa_attention_args *args,
+                                                  uint64_t *bytes);
+
+/* Sets grouped, tile_q, splits, persistent, flat_kv_heads in config. Written by the op. */
+kseal_status kseal_qsa_attention_launch_choose(const kseal_qsa_attention_args *args, uint32_t sm_count,
+                                               kseal_qsa_attention_config *config);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_qsa_attention_launch_run(const struct kseal_handle *handle, const kseal_qsa_attention_args *args);
+
+/* ---- qsa_metadata ---- */
+
+enum {
+    KSEAL_QSA_METADATA_AXIS_GROUP = 0,
+    KSEAL_QSA_METADATA_AXIS_POSITION_DTYPE = 1,
+    KSEAL_QSA_METADATA_AXIS_QUERY_MAJOR = 2,
+    KSEAL_QSA_METADATA_AXES = 3
+};
+enum {
+    KSEAL_QSA_METADATA_BUILDER_UNION = 0
+};
+enum {
+    KSEAL_QSA_METADATA_LIMIT_MAX_TOPK = 512,
+    KSEAL_QSA_METADATA_LIMIT_MAX_ROUTES = 65535,
+    KSEAL_QSA_METADATA_LIMIT_MAX_SEQ_LEN = 2147483392,
+    KSEAL_QSA_METADATA_LIMIT_THREADS = 512,
+    KSEAL_QSA_METADATA_LIMIT_ALIGN_QO_INDPTR = 4,
+    KSEAL_QSA_METADATA_LIMIT_ALIGN_BLOCK_INDICES = 4,
+    KSEAL_QSA_METADATA_LIMIT_ALIGN_BLOCK_TABLE = 4,
+    KSEAL_QSA_METADATA_LIMIT_ALIGN_TOKEN_TO_REQUEST = 4,
+    KSEAL_QSA_METADATA_LIMIT_ALIGN_PAGE_INDICES = 4,
+    KSEAL_QSA_METADATA_LIMIT_ALIGN_MEMBERSHIPS = 4,
+    KSEAL_QSA_METADATA_LIMIT_ALIGN_KV_LENS = 4
+};
+
+struct kseal_qsa_metadata_class {
+    const char *name;
+    uint32_t builder;
+    uint32_t max_smem;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_qsa_metadata_class kseal_qsa_metadata_classes[1];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_qsa_metadata_launch_workspace(const struct kseal_handle *handle, const kseal_qsa_metadata_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_qsa_metadata_launch_run(const struct kseal_handle *handle, const kseal_qsa_metadata_args *args);
+
+/* ---- ragged_prefill ---- */
+
+enum {
+    KSEAL_RAGGED_PREFILL_AXIS_DTYPE = 0,
+    KSEAL_RAGGED_PREFILL_AXIS_HEAD_DIM = 1,
+    KSEAL_RAGGED_PREFILL_AXIS_V_DIM = 2,
+    KSEAL_RAGGED_PREFILL_AXIS_CAUSAL = 3,
+    KSEAL_RAGGED_PREFILL_AXES = 4
+};
+enum {
+    KSEAL_RAGGED_PREFILL_BUILDER_FA2 = 0
+};
+enum {
+    KSEAL_RAGGED_PREFILL_LIMIT_MAX_KV_HEADS = 65535,
+    KSEAL_RAGGED_PREFILL_LIMIT_TILE_128_V_DIM = 128,
+    KSEAL_RAGGED_PREFILL_LIMIT_STRIDE_ALIGN = 16,
+    KSEAL_RAGGED_PREFILL_LIMIT_ALIGN_Q = 16,
+    KSEAL_RAGGED_PREFILL_LIMIT_ALIGN_K = 16,
+    KSEAL_RAGGED_PREFILL_LIMIT_ALIGN_V = 16,
+    KSEAL_RAGGED_PREFILL_LIMIT_ALIGN_O = 16,
+    KSEAL_RAGGED_PREFILL_LIMIT_ALIGN_LSE = 4,
+    KSEAL_RAGGED_PREFILL_LIMIT_ALIGN_QO_INDPTR = 4,
+    KSEAL_RAGGED_PREFILL_LIMIT_ALIGN_KV_INDPTR = 4,
+    KSEAL_RAGGED_PREFILL_LIMIT_ALIGN_PLAN = 8,
+    KSEAL_RAGGED_PREFILL_LIMIT_ALIGN_PLAN_DEVICE = 16,
+    KSEAL_RAGGED_PREFILL_LIMIT_ALIGN_WORKSPACE = 16
+};
+
+struct kseal_ragged_prefill_class {
+    const char *name;
+    uint32_t builder;
+    uint32_t smem_per_block;
+    uint32_t smem_per_sm;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_ragged_prefill_class kseal_ragged_prefill_classes[2];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_ragged_prefill_launch_workspace(const struct kseal_handle *handle, const kseal_ragged_prefill_args *args,
+                                                  uint64_t *bytes);
+
+/* Bytes of plan for valid args. Written by the op. */
+kseal_status kseal_ragged_prefill_launch_plan(const struct kseal_handle *handle, const kseal_ragged_prefill_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates, writes the plan, and says how much of it is used. Written by the op. */
+kseal_status kseal_ragged_prefill_launch_make_plan(const struct kseal_handle *handle, const kseal_ragged_prefill_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_ragged_prefill_launch_run(const struct kseal_handle *handle, const kseal_ragged_prefill_args *args);
+
+/* ---- topk_regions ---- */
+
+enum {
+    KSEAL_TOPK_REGIONS_AXIS_DTYPE = 0,
+    KSEAL_TOPK_REGIONS_AXIS_PAGED = 1,
+    KSEAL_TOPK_REGIONS_AXIS_DETERMINISTIC = 2,
+    KSEAL_TOPK_REGIONS_AXES = 3
+};
+enum {
+    KSEAL_TOPK_REGIONS_BUILDER_RADIX = 0
+};
+enum {
+    KSEAL_TOPK_REGIONS_LIMIT_MAX_CTAS_PER_GROUP = 256,
+    KSEAL_TOPK_REGIONS_LIMIT_MAX_PAGE_SIZE = 1073741824,
+    KSEAL_TOPK_REGIONS_LIMIT_ALIGN_LENGTHS = 4,
+    KSEAL_TOPK_REGIONS_LIMIT_ALIGN_ROW_STARTS = 4,
+    KSEAL_TOPK_REGIONS_LIMIT_ALIGN_OFFSETS = 4,
+    KSEAL_TOPK_REGIONS_LIMIT_ALIGN_PAGE_TABLE = 4,
+    KSEAL_TOPK_REGIONS_LIMIT_ALIGN_ROW_TO_REQUEST = 4,
+    KSEAL_TOPK_REGIONS_LIMIT_ALIGN_PAGE_TABLE_STARTS = 4,
+    KSEAL_TOPK_REGIONS_LIMIT_ALIGN_INDICES = 4,
+    KSEAL_TOPK_REGIONS_LIMIT_ALIGN_RAW_INDICES = 4,
+    KSEAL_TOPK_REGIONS_LIMIT_ALIGN_SEMAPHORES = 16
+};
+
+struct kseal_topk_regions_class {
+    const char *name;
+    uint32_t builder;
+    uint32_t smem_per_block;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_topk_regions_class kseal_topk_regions_classes[2];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_topk_regions_launch_workspace(const struct kseal_handle *handle, const kseal_topk_regions_args *args,
+                                                  uint64_t *bytes);
+
+/* Bytes of semaphores for valid args. Written by the op. */
+kseal_status kseal_topk_regions_launch_semaphores(const struct kseal_handle *handle, const kseal_topk_regions_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_topk_regions_launch_run(const struct kseal_handle *handle, const kseal_topk_regions_args *args);
+
+/* ---- topk_varlen ---- */
+
+enum {
+    KSEAL_TOPK_VARLEN_AXIS_DTYPE = 0,
+    KSEAL_TOPK_VARLEN_AXIS_VALUES = 1,
+    KSEAL_TOPK_VARLEN_AXES = 2
+};
+enum {
+    KSEAL_TOPK_VARLEN_BUILDER_RADIX = 0
+};
+enum {
+    KSEAL_TOPK_VARLEN_LIMIT_ALIGN_SEQ_LENS = 4,
+    KSEAL_TOPK_VARLEN_LIMIT_ALIGN_INDICES = 4,
+    KSEAL_TOPK_VARLEN_LIMIT_ALIGN_SEMAPHORES = 16
+};
+
+struct kseal_topk_varlen_class {
+    const char *name;
+    uint32_t builder;
+    uint32_t smem_per_block;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_topk_varlen_class kseal_topk_varlen_classes[2];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_topk_varlen_launch_workspace(const struct kseal_handle *handle, const kseal_topk_varlen_args *args,
+                                                  uint64_t *bytes);
+
+/* Bytes of semaphores for valid args. Written by the op. */
+kseal_status kseal_topk_varlen_launch_semaphores(const struct kseal_handle *handle, const kseal_topk_varlen_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_topk_varlen_launch_run(const struct kseal_handle *handle, const kseal_topk_varlen_args *args);
 
 /* ---- xqa_decode ---- */
 

@@ -118,7 +118,61 @@ pub struct kseal_bundle {
 }
 
 #[repr(C)]
+pub struct kseal_gdn_decode {
+    _opaque: [u8; 0],
+    _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
+}
+
+#[repr(C)]
 pub struct kseal_gdn_prefill {
+    _opaque: [u8; 0],
+    _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
+}
+
+#[repr(C)]
+pub struct kseal_gdn_prefill_cp {
+    _opaque: [u8; 0],
+    _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
+}
+
+#[repr(C)]
+pub struct kseal_paged_mqa_logits {
+    _opaque: [u8; 0],
+    _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
+}
+
+#[repr(C)]
+pub struct kseal_paged_mqa_schedule {
+    _opaque: [u8; 0],
+    _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
+}
+
+#[repr(C)]
+pub struct kseal_qsa_attention {
+    _opaque: [u8; 0],
+    _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
+}
+
+#[repr(C)]
+pub struct kseal_qsa_metadata {
+    _opaque: [u8; 0],
+    _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
+}
+
+#[repr(C)]
+pub struct kseal_ragged_prefill {
+    _opaque: [u8; 0],
+    _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
+}
+
+#[repr(C)]
+pub struct kseal_topk_regions {
+    _opaque: [u8; 0],
+    _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
+}
+
+#[repr(C)]
+pub struct kseal_topk_varlen {
     _opaque: [u8; 0],
     _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
 }
@@ -242,6 +296,175 @@ const _: () = {
     assert!(offset_of!(kseal_variant_info, spill_bytes) == 84);
     assert!(offset_of!(kseal_variant_info, static_smem) == 88);
     assert!(offset_of!(kseal_variant_info, dynamic_smem) == 92);
+};
+
+/// What is fixed when gdn_decode is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_gdn_decode_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// T, the tokens of every sequence: 1 in plain decoding, drafts + 1 in a verify step.
+    pub tokens: u32,
+    /// 1 for the kernel in which 16 threads share a row of V with 16-byte loads, 0 for the one in which 32 do with 8-byte loads.
+    pub wide: u32,
+    /// Rows of V that a CTA works on; see semantics for the rule.
+    pub tile_v: u32,
+    /// Element type of state_indices and output_state_indices. kseal_dtype: i32, i64.
+    pub index_dtype: u32,
+    /// 1 when q and k are normalised here, 0 when they are used as given.
+    pub qk_l2norm: u32,
+    /// 1 when final states go to rows of their own, output_state_indices; 0 when they replace what was read.
+    pub output_indices: u32,
+    /// 1 when the state after every token is stored. T > 1 only.
+    pub intermediate_states: u32,
+    /// 1 when the final state is written to the pool, 0 when the pool is only read. 0 with T > 1 only.
+    pub update_state: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_gdn_decode_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_gdn_decode_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_gdn_decode_config>() == 48);
+    assert!(offset_of!(kseal_gdn_decode_config, struct_size) == 0);
+    assert!(offset_of!(kseal_gdn_decode_config, device) == 4);
+    assert!(offset_of!(kseal_gdn_decode_config, tokens) == 8);
+    assert!(offset_of!(kseal_gdn_decode_config, wide) == 12);
+    assert!(offset_of!(kseal_gdn_decode_config, tile_v) == 16);
+    assert!(offset_of!(kseal_gdn_decode_config, index_dtype) == 20);
+    assert!(offset_of!(kseal_gdn_decode_config, qk_l2norm) == 24);
+    assert!(offset_of!(kseal_gdn_decode_config, output_indices) == 28);
+    assert!(offset_of!(kseal_gdn_decode_config, intermediate_states) == 32);
+    assert!(offset_of!(kseal_gdn_decode_config, update_state) == 36);
+    assert!(offset_of!(kseal_gdn_decode_config, stream) == 40);
+};
+
+/// What one run of gdn_decode gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_gdn_decode_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// Hq, of q and of k.
+    pub num_q_heads: i32,
+    /// Hv, a multiple of Hq, below 2^17.
+    pub num_v_heads: i32,
+    /// D, of keys and of values. Must be 128.
+    pub head_dim: i32,
+    /// Multiplies the output; 1/sqrt(D) is customary. Finite and not 0.
+    pub scale: f32,
+    /// B, the sequences. 0 is a no-op that succeeds.
+    pub batch_size: i64,
+    /// Rows of the state pool.
+    pub pool_rows: i64,
+    /// Steps that intermediate_states has room for in each sequence, at least T. 0 when config.intermediate_states is 0.
+    pub intermediate_steps: i64,
+    /// Distance between tokens of q, those of one sequence and from its last to the next one's first; 0 means Hq*D. A multiple of 8, at least Hq*D. In elements.
+    pub q_token_stride: i64,
+    /// As above for k; 0 means Hq*D. In elements.
+    pub k_token_stride: i64,
+    /// As above for v; 0 means Hv*D. In elements.
+    pub v_token_stride: i64,
+    /// As above for o; 0 means Hv*D. In elements.
+    pub o_token_stride: i64,
+    /// As above for a; 0 means Hv. Any multiple, at least Hv. In elements.
+    pub a_token_stride: i64,
+    /// As above for b; 0 means Hv. Any multiple, at least Hv. In elements.
+    pub b_token_stride: i64,
+    /// Distance between rows of the pool; 0 means Hv*D*D. A multiple of 8, at least Hv*D*D. In elements.
+    pub state_row_stride: i64,
+    /// \[B, T, Hq, D\] bfloat16, 16-byte aligned.
+    pub q: *const c_void,
+    /// \[B, T, Hq, D\] bfloat16, 16-byte aligned.
+    pub k: *const c_void,
+    /// \[B, T, Hv, D\] bfloat16, 16-byte aligned.
+    pub v: *const c_void,
+    /// \[B, T, Hv\] bfloat16, aligned to its element. See semantics for the gates.
+    pub a: *const c_void,
+    /// \[B, T, Hv\] bfloat16, aligned to its element.
+    pub b: *const c_void,
+    /// \[Hv\] float32, aligned to its element.
+    pub a_log: *const c_void,
+    /// \[Hv\] float32, aligned to its element.
+    pub dt_bias: *const c_void,
+    /// \[B, T, Hv, D\] bfloat16, 16-byte aligned. Written.
+    pub o: *mut c_void,
+    /// \[pool_rows, Hv, V, K\] bfloat16, K contiguous (HVK), 16-byte aligned. Read, and written where config.update_state is 1.
+    pub state: *mut c_void,
+    /// \[B\] of index_dtype, aligned to its element. Read on the device: not checked, see semantics.
+    pub state_indices: *const c_void,
+    /// \[B\] of index_dtype. Null exactly when config.output_indices is 0.
+    pub output_state_indices: *const c_void,
+    /// \[B, intermediate_steps, Hv, V, K\] bfloat16, dense, 16-byte aligned; the first T steps of each sequence are written. Null exactly when config.intermediate_states is 0.
+    pub intermediate_states: *mut c_void,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_gdn_decode_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_gdn_decode_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_gdn_decode_args>() == 208);
+    assert!(offset_of!(kseal_gdn_decode_args, struct_size) == 0);
+    assert!(offset_of!(kseal_gdn_decode_args, num_q_heads) == 4);
+    assert!(offset_of!(kseal_gdn_decode_args, num_v_heads) == 8);
+    assert!(offset_of!(kseal_gdn_decode_args, head_dim) == 12);
+    assert!(offset_of!(kseal_gdn_decode_args, scale) == 16);
+    assert!(offset_of!(kseal_gdn_decode_args, batch_size) == 24);
+    assert!(offset_of!(kseal_gdn_decode_args, pool_rows) == 32);
+    assert!(offset_of!(kseal_gdn_decode_args, intermediate_steps) == 40);
+    assert!(offset_of!(kseal_gdn_decode_args, q_token_stride) == 48);
+    assert!(offset_of!(kseal_gdn_decode_args, k_token_stride) == 56);
+    assert!(offset_of!(kseal_gdn_decode_args, v_token_stride) == 64);
+    assert!(offset_of!(kseal_gdn_decode_args, o_token_stride) == 72);
+    assert!(offset_of!(kseal_gdn_decode_args, a_token_stride) == 80);
+    assert!(offset_of!(kseal_gdn_decode_args, b_token_stride) == 88);
+    assert!(offset_of!(kseal_gdn_decode_args, state_row_stride) == 96);
+    assert!(offset_of!(kseal_gdn_decode_args, q) == 104);
+    assert!(offset_of!(kseal_gdn_decode_args, k) == 112);
+    assert!(offset_of!(kseal_gdn_decode_args, v) == 120);
+    assert!(offset_of!(kseal_gdn_decode_args, a) == 128);
+    assert!(offset_of!(kseal_gdn_decode_args, b) == 136);
+    assert!(offset_of!(kseal_gdn_decode_args, a_log) == 144);
+    assert!(offset_of!(kseal_gdn_decode_args, dt_bias) == 152);
+    assert!(offset_of!(kseal_gdn_decode_args, o) == 160);
+    assert!(offset_of!(kseal_gdn_decode_args, state) == 168);
+    assert!(offset_of!(kseal_gdn_decode_args, state_indices) == 176);
+    assert!(offset_of!(kseal_gdn_decode_args, output_state_indices) == 184);
+    assert!(offset_of!(kseal_gdn_decode_args, intermediate_states) == 192);
+    assert!(offset_of!(kseal_gdn_decode_args, stream) == 200);
 };
 
 /// What is fixed when gdn_prefill is prepared. Read during the call only.
@@ -429,6 +652,1172 @@ const _: () = {
     assert!(offset_of!(kseal_gdn_prefill_args, workspace) == 216);
     assert!(offset_of!(kseal_gdn_prefill_args, workspace_bytes) == 224);
     assert!(offset_of!(kseal_gdn_prefill_args, stream) == 232);
+};
+
+/// What is fixed when gdn_prefill_cp is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_gdn_prefill_cp_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Element type of q, k, v and o. kseal_dtype: bf16, f16.
+    pub dtype: u32,
+    /// Element type of the states and checkpoints. kseal_dtype: f32, bf16.
+    pub state_dtype: u32,
+    /// Memory order of one state matrix; see semantics. kseal_state_layout: hvk, hkv.
+    pub state_layout: u32,
+    /// Element type of cu_seqlens and of every other index array. kseal_dtype: i32, i64.
+    pub index_dtype: u32,
+    /// 1 when runs read an initial state, 0 when every sequence starts from zeros.
+    pub initial_state: u32,
+    /// 1 when states are rows of a pool addressed by state_indices, 0 when packed in sequence order.
+    pub pooled: u32,
+    /// 1 when runs store the state every checkpoint_every tokens.
+    pub checkpoints: u32,
+    /// Stream that runs will use, or null: prepare refuses while it is being captured.
+    pub stream: *mut c_void,
+}
+
+impl kseal_gdn_prefill_cp_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_gdn_prefill_cp_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_gdn_prefill_cp_config>() == 48);
+    assert!(offset_of!(kseal_gdn_prefill_cp_config, struct_size) == 0);
+    assert!(offset_of!(kseal_gdn_prefill_cp_config, device) == 4);
+    assert!(offset_of!(kseal_gdn_prefill_cp_config, dtype) == 8);
+    assert!(offset_of!(kseal_gdn_prefill_cp_config, state_dtype) == 12);
+    assert!(offset_of!(kseal_gdn_prefill_cp_config, state_layout) == 16);
+    assert!(offset_of!(kseal_gdn_prefill_cp_config, index_dtype) == 20);
+    assert!(offset_of!(kseal_gdn_prefill_cp_config, initial_state) == 24);
+    assert!(offset_of!(kseal_gdn_prefill_cp_config, pooled) == 28);
+    assert!(offset_of!(kseal_gdn_prefill_cp_config, checkpoints) == 32);
+    assert!(offset_of!(kseal_gdn_prefill_cp_config, stream) == 40);
+};
+
+/// What one run of gdn_prefill_cp gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_gdn_prefill_cp_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// Hq.
+    pub num_q_heads: i32,
+    /// Hk. Hk = Hq, or (GQA) Hk = Hv.
+    pub num_k_heads: i32,
+    /// Hv. A multiple of Hq, or (GQA) a divisor of Hq. H = max(Hq, Hv) below.
+    pub num_v_heads: i32,
+    /// D. Must be 128.
+    pub head_dim: i32,
+    /// Tokens between checkpoints, a positive multiple of 64. 0 when config.checkpoints is 0.
+    pub checkpoint_every: i32,
+    /// C, tokens of one chunk: a multiple of 64 up to 2^30; 0 for upstream's choice, about one wave of thread blocks. Changes rounding, and the workspace.
+    pub chunk_len: i32,
+    /// Multiplies the output; 1/sqrt(D) is customary. Finite and not 0.
+    pub scale: f32,
+    /// T, the tokens of all sequences together.
+    pub total_tokens: i64,
+    /// L, at least the tokens of the longest sequence, at most T; 0 means T. Thread blocks are launched for N sequences of L tokens. See semantics.
+    pub max_seqlen: i64,
+    /// N, at most 65535. 0 is a no-op that succeeds.
+    pub num_seqs: i64,
+    /// Rows of the state pool(s) when pooled; 0 otherwise.
+    pub pool_rows: i64,
+    /// Rows of checkpoints; 0 when config.checkpoints is 0.
+    pub total_checkpoints: i64,
+    /// Distance between tokens of q; 0 means Hq*D. A multiple of 128, at least Hq*D. In elements.
+    pub q_token_stride: i64,
+    /// As above for k; 0 means Hk*D. In elements.
+    pub k_token_stride: i64,
+    /// As above for v; 0 means Hv*D. In elements.
+    pub v_token_stride: i64,
+    /// As above for o; 0 means H*D. In elements.
+    pub o_token_stride: i64,
+    /// Distance between pool rows of initial_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements.
+    pub initial_state_stride: i64,
+    /// Distance between pool rows of final_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements.
+    pub final_state_stride: i64,
+    /// \[T, Hq, D\] of dtype, 16-byte aligned.
+    pub q: *const c_void,
+    /// \[T, Hk, D\] of dtype, 16-byte aligned.
+    pub k: *const c_void,
+    /// \[T, Hv, D\] of dtype, 16-byte aligned.
+    pub v: *const c_void,
+    /// \[T, H, D\] of dtype, 16-byte aligned. Written.
+    pub o: *mut c_void,
+    /// \[T, H\] float32, LINEAR decay exp(g), 16-byte aligned.
+    pub alpha: *const c_void,
+    /// \[T, H\] float32, 16-byte aligned.
+    pub beta: *const c_void,
+    /// \[N or pool_rows, H, D, D\] of state_dtype in state_layout, 16-byte aligned. Null exactly when config.initial_state is 0. May be final_state.
+    pub initial_state: *const c_void,
+    /// \[N or pool_rows, H, D, D\] of state_dtype in state_layout, 16-byte aligned. Written.
+    pub final_state: *mut c_void,
+    /// \[N + 1\] of index_dtype: 0, then running ends of the sequences, last = T; aligned to its element. Read on the device: not checked.
+    pub cu_seqlens: *const c_void,
+    /// \[N\] of index_dtype. Null exactly when config.pooled is 0.
+    pub state_indices: *const c_void,
+    /// \[N\] of index_dtype, or null to write the rows that were read. Pooled only.
+    pub output_state_indices: *const c_void,
+    /// \[total_checkpoints, H, D, D\] of state_dtype, HVK, 16-byte aligned. Null exactly when config.checkpoints is 0.
+    pub checkpoints: *mut c_void,
+    /// \[N + 1\] of index_dtype: running counts of seq_len // checkpoint_every; aligned to its element. Null exactly when config.checkpoints is 0.
+    pub checkpoint_cu_starts: *const c_void,
+    /// Scratch of the size kseal_gdn_prefill_cp_workspace_size gives, 128-byte aligned, one per run in flight. Contents need not be kept.
+    pub workspace: *mut c_void,
+    /// Size of workspace. In bytes.
+    pub workspace_bytes: u64,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_gdn_prefill_cp_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_gdn_prefill_cp_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_gdn_prefill_cp_args>() == 248);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, struct_size) == 0);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, num_q_heads) == 4);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, num_k_heads) == 8);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, num_v_heads) == 12);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, head_dim) == 16);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, checkpoint_every) == 20);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, chunk_len) == 24);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, scale) == 28);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, total_tokens) == 32);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, max_seqlen) == 40);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, num_seqs) == 48);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, pool_rows) == 56);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, total_checkpoints) == 64);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, q_token_stride) == 72);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, k_token_stride) == 80);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, v_token_stride) == 88);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, o_token_stride) == 96);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, initial_state_stride) == 104);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, final_state_stride) == 112);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, q) == 120);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, k) == 128);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, v) == 136);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, o) == 144);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, alpha) == 152);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, beta) == 160);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, initial_state) == 168);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, final_state) == 176);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, cu_seqlens) == 184);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, state_indices) == 192);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, output_state_indices) == 200);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, checkpoints) == 208);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, checkpoint_cu_starts) == 216);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, workspace) == 224);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, workspace_bytes) == 232);
+    assert!(offset_of!(kseal_gdn_prefill_cp_args, stream) == 240);
+};
+
+/// What is fixed when paged_mqa_logits is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_paged_mqa_logits_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Element type of q and of the cache. kseal_dtype: e4m3, fp4.
+    pub kv_dtype: u32,
+    /// Element type of logits. kseal_dtype: f32, f16, bf16.
+    pub out_dtype: u32,
+    /// Element type of weights, and of what is computed with them. kseal_dtype: f32, f16, bf16.
+    pub epi_dtype: u32,
+    /// What the products of q and k are summed in. kseal_dtype: f32, f16.
+    pub acc_dtype: u32,
+    /// H. SM100 and SM103: next_n * H is at most 256.
+    pub num_heads: u32,
+    /// Elements of a head.
+    pub head_dim: u32,
+    /// Query positions a sequence: 1, or the drafts of speculative decoding too.
+    pub next_n: u32,
+    /// Tokens of a page.
+    pub page_size: u32,
+    /// 1 when the scales of a page are in the order of the tensor core, 0 when in the order of the tokens.
+    pub interleaved: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_paged_mqa_logits_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_paged_mqa_logits_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_paged_mqa_logits_config>() == 56);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, struct_size) == 0);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, device) == 4);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, kv_dtype) == 8);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, out_dtype) == 12);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, epi_dtype) == 16);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, acc_dtype) == 20);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, num_heads) == 24);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, head_dim) == 28);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, next_n) == 32);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, page_size) == 36);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, interleaved) == 40);
+    assert!(offset_of!(kseal_paged_mqa_logits_config, stream) == 48);
+};
+
+/// What one run of paged_mqa_logits gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_paged_mqa_logits_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CTAs of the schedule. 0 stands for the SMs of the device, which is upstream's choice. Without a schedule a query position has 4 times as many, with 4 and more query positions in all 2 times.
+    pub num_ctas: i32,
+    /// B, the sequences. 0 is a no-op that succeeds.
+    pub batch_size: i64,
+    /// Pages of the pool that kv points to.
+    pub num_pages: i64,
+    /// Columns of page_table, below 2^31 / page_size; at least ceil(seq_lens\[b\] / page_size) for every b.
+    pub max_pages_per_seq: i64,
+    /// Columns of logits that count. No seq_lens\[b\] may be larger. 0 is a no-op that succeeds.
+    pub max_seq_len: i64,
+    /// Distance between pages of kv; 0 means page_size * (D + 4), for fp4 page_size * (D/2 + 4). A multiple of 16, below 2^40. In bytes.
+    pub kv_page_stride: i64,
+    /// Distance between rows of page_table; 0 means max_pages_per_seq. In elements.
+    pub page_table_stride: i64,
+    /// Distance between entries of seq_lens; 0 means 1. In elements.
+    pub seq_len_stride: i64,
+    /// Distance between rows of logits, at least max_seq_len rounded up to 256; 0 means that. Times B * next_n it must be below 2^31. In elements.
+    pub logits_stride: i64,
+    /// \[B, next_n, H, D\] e4m3, or \[B, next_n, H, D/2\] bytes of fp4, dense, 16-byte aligned.
+    pub q: *const c_void,
+    /// \[B, next_n, H, 4\] bytes, dense, 16-byte aligned: the powers of two of the groups of q. Null unless config.kv_dtype is fp4.
+    pub q_scales: *const c_void,
+    /// \[num_pages\] pages with kv_page_stride, 16-byte aligned; see semantics.
+    pub kv: *const c_void,
+    /// \[B * next_n, H\] of epi_dtype, dense, 16-byte aligned.
+    pub weights: *const c_void,
+    /// \[B, max_pages_per_seq\] int32 with page_table_stride, aligned to its element. Read on the device: not checked.
+    pub page_table: *const c_void,
+    /// \[B\] int32 with seq_len_stride, aligned to its element. Read on the device: not checked.
+    pub seq_lens: *const c_void,
+    /// \[num_ctas + 1, 2\] int32, dense, 16-byte aligned, from paged_mqa_schedule, or null on SM120 and SM121. Read on the device: not checked.
+    pub schedule: *const c_void,
+    /// \[B * next_n, max_seq_len rounded up to 256\] of out_dtype with logits_stride, 16-byte aligned. Written.
+    pub logits: *mut c_void,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_paged_mqa_logits_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_paged_mqa_logits_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_paged_mqa_logits_args>() == 144);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, struct_size) == 0);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, num_ctas) == 4);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, batch_size) == 8);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, num_pages) == 16);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, max_pages_per_seq) == 24);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, max_seq_len) == 32);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, kv_page_stride) == 40);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, page_table_stride) == 48);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, seq_len_stride) == 56);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, logits_stride) == 64);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, q) == 72);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, q_scales) == 80);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, kv) == 88);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, weights) == 96);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, page_table) == 104);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, seq_lens) == 112);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, schedule) == 120);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, logits) == 128);
+    assert!(offset_of!(kseal_paged_mqa_logits_args, stream) == 136);
+};
+
+/// What is fixed when paged_mqa_schedule is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_paged_mqa_schedule_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Rows of work that each sequence is: 2 for FP4 logits with next_n 4, else 1.
+    pub atoms: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_paged_mqa_schedule_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_paged_mqa_schedule_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_paged_mqa_schedule_config>() == 24);
+    assert!(offset_of!(kseal_paged_mqa_schedule_config, struct_size) == 0);
+    assert!(offset_of!(kseal_paged_mqa_schedule_config, device) == 4);
+    assert!(offset_of!(kseal_paged_mqa_schedule_config, atoms) == 8);
+    assert!(offset_of!(kseal_paged_mqa_schedule_config, stream) == 16);
+};
+
+/// What one run of paged_mqa_schedule gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_paged_mqa_schedule_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// C, the CTAs of the logits launch. 0 stands for the SMs of the device, which is upstream's choice.
+    pub num_ctas: i32,
+    /// B, the sequences, at most 8192 / atoms. 0 is a no-op that succeeds.
+    pub batch_size: i64,
+    /// Distance between entries of seq_lens; 0 means 1. In elements.
+    pub seq_len_stride: i64,
+    /// \[B\] int32 with seq_len_stride, aligned to its element. Read on the device: not checked.
+    pub seq_lens: *const c_void,
+    /// \[C + 1, 2\] int32, dense, 16-byte aligned. Written.
+    pub schedule: *mut c_void,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_paged_mqa_schedule_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_paged_mqa_schedule_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_paged_mqa_schedule_args>() == 48);
+    assert!(offset_of!(kseal_paged_mqa_schedule_args, struct_size) == 0);
+    assert!(offset_of!(kseal_paged_mqa_schedule_args, num_ctas) == 4);
+    assert!(offset_of!(kseal_paged_mqa_schedule_args, batch_size) == 8);
+    assert!(offset_of!(kseal_paged_mqa_schedule_args, seq_len_stride) == 16);
+    assert!(offset_of!(kseal_paged_mqa_schedule_args, seq_lens) == 24);
+    assert!(offset_of!(kseal_paged_mqa_schedule_args, schedule) == 32);
+    assert!(offset_of!(kseal_paged_mqa_schedule_args, stream) == 40);
+};
+
+/// What is fixed when qsa_attention is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_qsa_attention_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Element type of q and of the K and V cache. kseal_dtype: bf16, f16, e4m3.
+    pub dtype: u32,
+    /// Element type of o: that of q, or bf16 or f16 with e4m3. kseal_dtype: bf16, f16.
+    pub out_dtype: u32,
+    /// Elements of a head: 64, 128, 192 or 256.
+    pub head_dim: u32,
+    /// Query heads that share one KV head.
+    pub heads_per_kv: u32,
+    /// Tokens of a selected block: 4 to 128, a power of two.
+    pub block_size: u32,
+    /// Tokens of a page of the cache: 16, 32, 64 or 128. A block may be larger than a page.
+    pub page_size: u32,
+    /// 0 when every route has one token, 1 when routes have up to 8 and qsa_metadata ran before.
+    pub grouped: u32,
+    /// Element type of query_positions. i64 when config.grouped is 1. kseal_dtype: i32, i64.
+    pub position_dtype: u32,
+    /// 1 when a completed block of the query itself is one of block_topk, 0 when it is seen besides them. 1 when config.grouped is 1, where qsa_metadata is told.
+    pub count_current: u32,
+    /// Rows of the query tile: 8, 16, 32, 64 or 128. At least group * heads_per_kv.
+    pub tile_q: u32,
+    /// Thread blocks that share one route and KV head, 1 to 128. A second kernel merges what more than one give.
+    pub splits: u32,
+    /// 1 when a grid of resident blocks fetches routes one by one (more routes than fit at a time), 0 for a block a route.
+    pub persistent: u32,
+    /// 0 for a cache with any strides. KV heads of a dense cache \[num_pages, Hkv, page_size, D\] that the kernel addresses as one list of rows: fewer instructions a copy.
+    pub flat_kv_heads: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_qsa_attention_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_qsa_attention_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_qsa_attention_config>() == 72);
+    assert!(offset_of!(kseal_qsa_attention_config, struct_size) == 0);
+    assert!(offset_of!(kseal_qsa_attention_config, device) == 4);
+    assert!(offset_of!(kseal_qsa_attention_config, dtype) == 8);
+    assert!(offset_of!(kseal_qsa_attention_config, out_dtype) == 12);
+    assert!(offset_of!(kseal_qsa_attention_config, head_dim) == 16);
+    assert!(offset_of!(kseal_qsa_attention_config, heads_per_kv) == 20);
+    assert!(offset_of!(kseal_qsa_attention_config, block_size) == 24);
+    assert!(offset_of!(kseal_qsa_attention_config, page_size) == 28);
+    assert!(offset_of!(kseal_qsa_attention_config, grouped) == 32);
+    assert!(offset_of!(kseal_qsa_attention_config, position_dtype) == 36);
+    assert!(offset_of!(kseal_qsa_attention_config, count_current) == 40);
+    assert!(offset_of!(kseal_qsa_attention_config, tile_q) == 44);
+    assert!(offset_of!(kseal_qsa_attention_config, splits) == 48);
+    assert!(offset_of!(kseal_qsa_attention_config, persistent) == 52);
+    assert!(offset_of!(kseal_qsa_attention_config, flat_kv_heads) == 56);
+    assert!(offset_of!(kseal_qsa_attention_config, stream) == 64);
+};
+
+/// What one run of qsa_attention gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_qsa_attention_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// Hq = heads_per_kv * Hkv.
+    pub num_q_heads: i32,
+    /// Hkv. config.flat_kv_heads where that is not 0.
+    pub num_kv_heads: i32,
+    /// Most query tokens of a route: 1 when config.grouped is 0, else 2 to 8. group * heads_per_kv is at most config.tile_q.
+    pub group: i32,
+    /// K, the selected blocks of a query token, 1 to 512.
+    pub block_topk: i32,
+    /// Multiplies the logits; 1/sqrt(D) is customary, times the scales of an e4m3 q and K. Finite and not 0.
+    pub scale: f32,
+    /// Multiplies o; the scale of an e4m3 V, else 1. Finite and not 0.
+    pub out_scale: f32,
+    /// S, the most positions that a query token may see. Positions at or past it select nothing.
+    pub max_seq_len: i64,
+    /// R, the routes. 0 is a no-op that succeeds. At most 65535.
+    pub num_routes: i64,
+    /// T, the rows of q and o; from R to R * group.
+    pub total_q: i64,
+    /// Pages of the pool that k and v point to.
+    pub num_pages: i64,
+    /// Rows of block_table. 0 when config.grouped is 1.
+    pub num_requests: i64,
+    /// Columns of block_table, at least ceil(S / page_size). 0 when config.grouped is 1.
+    pub max_pages_per_request: i64,
+    /// Distance between pages of k, and of v; 0 means Hkv*page_size*D. A multiple of 16 bytes, as those below. In elements.
+    pub kv_page_stride: i64,
+    /// Distance between KV heads; 0 means page_size*D (HND). For NHD pass D. In elements.
+    pub kv_head_stride: i64,
+    /// Distance between tokens of a page; 0 means D (HND). For NHD pass Hkv*D. In elements.
+    pub kv_token_stride: i64,
+    /// Distance between rows of block_indices; 0 means block_topk. 0 when config.grouped is 1. In elements.
+    pub block_indices_stride: i64,
+    /// Distance between rows of block_table; 0 means max_pages_per_request. 0 when config.grouped is 1. In elements.
+    pub block_table_stride: i64,
+    /// \[T, Hq, D\] of dtype, dense, 16-byte aligned.
+    pub q: *const c_void,
+    /// \[num_pages, Hkv, page_size, D\] of dtype with the kv strides, 16-byte aligned.
+    pub k: *const c_void,
+    /// As k, with the same strides.
+    pub v: *const c_void,
+    /// \[T, Hq, D\] of out_dtype, dense, 16-byte aligned. Written. Must not overlap what is read.
+    pub o: *mut c_void,
+    /// \[R + 1\] int32: 0, then running ends of the routes, last = T; aligned to its element. Read on the device: not checked.
+    pub qo_indptr: *const c_void,
+    /// \[T, block_topk\] int32, aligned to its element. Null exactly when config.grouped is 1. Read on the device: not checked.
+    pub block_indices: *const c_void,
+    /// \[num_requests, max_pages_per_request\] int32, aligned to its element. Null exactly when config.grouped is 1. Read on the device: not checked; a negative entry is a page that nobody has.
+    pub block_table: *const c_void,
+    /// \[T\] int32, aligned to its element. Null exactly when config.grouped is 1. Read on the device: not checked.
+    pub token_to_request: *const c_void,
+    /// \[T\] of position_dtype, from 0, aligned to its element. Null exactly when config.grouped is 1. Read on the device: not checked.
+    pub query_positions: *const c_void,
+    /// \[R, C\] int32 that qsa_metadata wrote, aligned to its element; C is its page_capacity. Null exactly when config.grouped is 0.
+    pub page_indices: *const c_void,
+    /// \[R, ceil(C / 4)\] int32 that qsa_metadata wrote, aligned to its element. Null exactly when config.grouped is 0.
+    pub memberships: *const c_void,
+    /// \[R\] int32 that qsa_metadata wrote, aligned to its element. Null exactly when config.grouped is 0.
+    pub kv_lens: *const c_void,
+    /// Scratch of the size kseal_qsa_attention_workspace_size gives, 256-byte aligned, one per launch in flight. Contents need not be kept. May be null when that size is 0.
+    pub workspace: *mut c_void,
+    /// Size of workspace. In bytes.
+    pub workspace_bytes: u64,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_qsa_attention_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_qsa_attention_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_qsa_attention_args>() == 240);
+    assert!(offset_of!(kseal_qsa_attention_args, struct_size) == 0);
+    assert!(offset_of!(kseal_qsa_attention_args, num_q_heads) == 4);
+    assert!(offset_of!(kseal_qsa_attention_args, num_kv_heads) == 8);
+    assert!(offset_of!(kseal_qsa_attention_args, group) == 12);
+    assert!(offset_of!(kseal_qsa_attention_args, block_topk) == 16);
+    assert!(offset_of!(kseal_qsa_attention_args, scale) == 20);
+    assert!(offset_of!(kseal_qsa_attention_args, out_scale) == 24);
+    assert!(offset_of!(kseal_qsa_attention_args, max_seq_len) == 32);
+    assert!(offset_of!(kseal_qsa_attention_args, num_routes) == 40);
+    assert!(offset_of!(kseal_qsa_attention_args, total_q) == 48);
+    assert!(offset_of!(kseal_qsa_attention_args, num_pages) == 56);
+    assert!(offset_of!(kseal_qsa_attention_args, num_requests) == 64);
+    assert!(offset_of!(kseal_qsa_attention_args, max_pages_per_request) == 72);
+    assert!(offset_of!(kseal_qsa_attention_args, kv_page_stride) == 80);
+    assert!(offset_of!(kseal_qsa_attention_args, kv_head_stride) == 88);
+    assert!(offset_of!(kseal_qsa_attention_args, kv_token_stride) == 96);
+    assert!(offset_of!(kseal_qsa_attention_args, block_indices_stride) == 104);
+    assert!(offset_of!(kseal_qsa_attention_args, block_table_stride) == 112);
+    assert!(offset_of!(kseal_qsa_attention_args, q) == 120);
+    assert!(offset_of!(kseal_qsa_attention_args, k) == 128);
+    assert!(offset_of!(kseal_qsa_attention_args, v) == 136);
+    assert!(offset_of!(kseal_qsa_attention_args, o) == 144);
+    assert!(offset_of!(kseal_qsa_attention_args, qo_indptr) == 152);
+    assert!(offset_of!(kseal_qsa_attention_args, block_indices) == 160);
+    assert!(offset_of!(kseal_qsa_attention_args, block_table) == 168);
+    assert!(offset_of!(kseal_qsa_attention_args, token_to_request) == 176);
+    assert!(offset_of!(kseal_qsa_attention_args, query_positions) == 184);
+    assert!(offset_of!(kseal_qsa_attention_args, page_indices) == 192);
+    assert!(offset_of!(kseal_qsa_attention_args, memberships) == 200);
+    assert!(offset_of!(kseal_qsa_attention_args, kv_lens) == 208);
+    assert!(offset_of!(kseal_qsa_attention_args, workspace) == 216);
+    assert!(offset_of!(kseal_qsa_attention_args, workspace_bytes) == 224);
+    assert!(offset_of!(kseal_qsa_attention_args, stream) == 232);
+};
+
+/// What is fixed when qsa_metadata is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_qsa_metadata_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Most query tokens of a route, 2 to 8; the group of qsa_attention.
+    pub group: u32,
+    /// Element type of query_positions. kseal_dtype: i32, i64.
+    pub position_dtype: u32,
+    /// 0 for a byte of memberships an entry, 1 for a mask of 32 entries a token.
+    pub query_major: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_qsa_metadata_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_qsa_metadata_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_qsa_metadata_config>() == 32);
+    assert!(offset_of!(kseal_qsa_metadata_config, struct_size) == 0);
+    assert!(offset_of!(kseal_qsa_metadata_config, device) == 4);
+    assert!(offset_of!(kseal_qsa_metadata_config, group) == 8);
+    assert!(offset_of!(kseal_qsa_metadata_config, position_dtype) == 12);
+    assert!(offset_of!(kseal_qsa_metadata_config, query_major) == 16);
+    assert!(offset_of!(kseal_qsa_metadata_config, stream) == 24);
+};
+
+/// What one run of qsa_metadata gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_qsa_metadata_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// Tokens of a selected block: 4, 8, 16, 32, 64 or 128. 4 when config.query_major is 1.
+    pub block_size: i32,
+    /// Tokens of a page: 16, 32, 64 or 128.
+    pub page_size: i32,
+    /// K, the selected blocks of a query token, 1 to 512.
+    pub block_topk: i32,
+    /// 1 when a completed block of the query itself is one of block_topk, 0 when it is seen besides them.
+    pub count_current: u32,
+    /// config.flat_kv_heads of qsa_attention.
+    pub flat_kv_heads: i32,
+    /// 1 lets the kernel behind it, attention, begin before this one has ended; 0 does not.
+    pub pdl: u32,
+    /// S, the most positions that a query token may see. Its blocks must fit shared memory: about 1,700,000 of them do.
+    pub max_seq_len: i64,
+    /// R. 0 is a no-op that succeeds. At most 65535.
+    pub num_routes: i64,
+    /// T, the query tokens; from R to R * group.
+    pub total_q: i64,
+    /// Rows of block_table.
+    pub num_requests: i64,
+    /// Columns of block_table, at least ceil(S / page_size).
+    pub max_pages_per_request: i64,
+    /// C, columns of page_indices: min(group * (K + 1), ceil(S / block_size)) * block_size / F, rounded up to 32 when config.query_major is 1.
+    pub page_capacity: i64,
+    /// Distance between rows of block_indices; 0 means block_topk. In elements.
+    pub block_indices_stride: i64,
+    /// Distance between rows of block_table; 0 means max_pages_per_request. In elements.
+    pub block_table_stride: i64,
+    /// \[R + 1\] int32: 0, then running ends of the routes, last = T; aligned to its element. Read on the device: not checked.
+    pub qo_indptr: *const c_void,
+    /// \[T, block_topk\] int32, aligned to its element. Read on the device: not checked.
+    pub block_indices: *const c_void,
+    /// \[num_requests, max_pages_per_request\] int32, aligned to its element. Read on the device: not checked; a negative entry is a page that nobody has.
+    pub block_table: *const c_void,
+    /// \[T\] int32, aligned to its element. Read on the device: not checked.
+    pub token_to_request: *const c_void,
+    /// \[T\] of position_dtype, from 0, aligned to its element. Read on the device: not checked.
+    pub query_positions: *const c_void,
+    /// \[R, C\] int32, dense, aligned to its element. Written.
+    pub page_indices: *mut c_void,
+    /// \[R, ceil(C / 4)\] int32, dense, aligned to its element. Written.
+    pub memberships: *mut c_void,
+    /// \[R\] int32, aligned to its element. Written.
+    pub kv_lens: *mut c_void,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_qsa_metadata_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_qsa_metadata_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_qsa_metadata_args>() == 168);
+    assert!(offset_of!(kseal_qsa_metadata_args, struct_size) == 0);
+    assert!(offset_of!(kseal_qsa_metadata_args, block_size) == 4);
+    assert!(offset_of!(kseal_qsa_metadata_args, page_size) == 8);
+    assert!(offset_of!(kseal_qsa_metadata_args, block_topk) == 12);
+    assert!(offset_of!(kseal_qsa_metadata_args, count_current) == 16);
+    assert!(offset_of!(kseal_qsa_metadata_args, flat_kv_heads) == 20);
+    assert!(offset_of!(kseal_qsa_metadata_args, pdl) == 24);
+    assert!(offset_of!(kseal_qsa_metadata_args, max_seq_len) == 32);
+    assert!(offset_of!(kseal_qsa_metadata_args, num_routes) == 40);
+    assert!(offset_of!(kseal_qsa_metadata_args, total_q) == 48);
+    assert!(offset_of!(kseal_qsa_metadata_args, num_requests) == 56);
+    assert!(offset_of!(kseal_qsa_metadata_args, max_pages_per_request) == 64);
+    assert!(offset_of!(kseal_qsa_metadata_args, page_capacity) == 72);
+    assert!(offset_of!(kseal_qsa_metadata_args, block_indices_stride) == 80);
+    assert!(offset_of!(kseal_qsa_metadata_args, block_table_stride) == 88);
+    assert!(offset_of!(kseal_qsa_metadata_args, qo_indptr) == 96);
+    assert!(offset_of!(kseal_qsa_metadata_args, block_indices) == 104);
+    assert!(offset_of!(kseal_qsa_metadata_args, block_table) == 112);
+    assert!(offset_of!(kseal_qsa_metadata_args, token_to_request) == 120);
+    assert!(offset_of!(kseal_qsa_metadata_args, query_positions) == 128);
+    assert!(offset_of!(kseal_qsa_metadata_args, page_indices) == 136);
+    assert!(offset_of!(kseal_qsa_metadata_args, memberships) == 144);
+    assert!(offset_of!(kseal_qsa_metadata_args, kv_lens) == 152);
+    assert!(offset_of!(kseal_qsa_metadata_args, stream) == 160);
+};
+
+/// What is fixed when ragged_prefill is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_ragged_prefill_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Element type of q, k, v and o. kseal_dtype: bf16, f16.
+    pub dtype: u32,
+    /// Elements of a row of q and k: 64, 128, 192 or 256.
+    pub head_dim: u32,
+    /// Elements of a row of v and o: as head_dim, or 128 with a head_dim of 192.
+    pub v_dim: u32,
+    /// 1 hides the keys after a row's own position, aligned at the last row and key.
+    pub causal: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_ragged_prefill_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_ragged_prefill_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_ragged_prefill_config>() == 32);
+    assert!(offset_of!(kseal_ragged_prefill_config, struct_size) == 0);
+    assert!(offset_of!(kseal_ragged_prefill_config, device) == 4);
+    assert!(offset_of!(kseal_ragged_prefill_config, dtype) == 8);
+    assert!(offset_of!(kseal_ragged_prefill_config, head_dim) == 12);
+    assert!(offset_of!(kseal_ragged_prefill_config, v_dim) == 16);
+    assert!(offset_of!(kseal_ragged_prefill_config, causal) == 20);
+    assert!(offset_of!(kseal_ragged_prefill_config, stream) == 24);
+};
+
+/// What one run of ragged_prefill gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_ragged_prefill_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// Hq, a multiple of num_kv_heads.
+    pub num_q_heads: i32,
+    /// Hkv, up to 65535.
+    pub num_kv_heads: i32,
+    /// Query rows (rows times heads of one KV head) of a thread block: 16, 64, or 128 where v_dim is below 192. 0 chooses by the mean length of the batch.
+    pub tile_q: u32,
+    /// 1 makes the launch follow from args alone, for a captured run that is replayed with other plans; 0 launches what the plan needs. 1 with kv_chunk above 0 is refused: whether parts are merged would follow from the lengths.
+    pub fixed_grid: u32,
+    /// 1 lets the launch begin while the kernel before it on the stream is ending (programmatic dependent launch); 0 does not.
+    pub pdl: u32,
+    /// Multiplies the logits, 1 / sqrt(head_dim) for most models. Finite and above 0.
+    pub sm_scale: f32,
+    /// B, the sequences. 0 is a no-op that succeeds.
+    pub batch_size: i64,
+    /// Rows of q and o: at least qo_indptr\[B\]. 0 is a no-op that succeeds.
+    pub total_q: i64,
+    /// Rows of k and v: at least kv_indptr\[B\].
+    pub total_kv: i64,
+    /// Most keys of one part of a sequence: 0 for no parts, above 0 for parts of so many keys, -1 for upstream's choice.
+    pub kv_chunk: i64,
+    /// Distance between rows of q; 0 means num_q_heads * head_dim. Strides are multiples of 16 bytes, at least a head long, below 2^28, and total rows times the stride is below 2^32. In elements.
+    pub q_row_stride: i64,
+    /// Distance between heads of q; 0 means head_dim. In elements.
+    pub q_head_stride: i64,
+    /// Distance between rows of k; 0 means num_kv_heads * head_dim. In elements.
+    pub k_row_stride: i64,
+    /// Distance between heads of k; 0 means head_dim. In elements.
+    pub k_head_stride: i64,
+    /// Distance between rows of v; 0 means num_kv_heads * v_dim. In elements.
+    pub v_row_stride: i64,
+    /// Distance between heads of v; 0 means v_dim. In elements.
+    pub v_head_stride: i64,
+    /// \[total_q, Hq, head_dim\] of dtype with its strides, 16-byte aligned.
+    pub q: *const c_void,
+    /// \[total_kv, Hkv, head_dim\] of dtype with its strides, 16-byte aligned. May be null where total_kv is 0.
+    pub k: *const c_void,
+    /// \[total_kv, Hkv, v_dim\] of dtype with its strides, 16-byte aligned. May be null where total_kv is 0.
+    pub v: *const c_void,
+    /// \[total_q, Hq, v_dim\] of dtype, dense, 16-byte aligned. Rows of the sequences are written.
+    pub o: *mut c_void,
+    /// \[total_q, Hq\] float32, dense, aligned to its element, or null. Rows of the sequences are written.
+    pub lse: *mut c_void,
+    /// \[B + 1\] int32 on the host, read by plan: from 0, never falling, up to at most total_q.
+    pub qo_indptr: *const c_void,
+    /// \[B + 1\] int32 on the host, read by plan: from 0, never falling, up to at most total_kv.
+    pub kv_indptr: *const c_void,
+    /// Memory of the host, 8-byte aligned: plan writes it, run reads its head (during the call only). With null, plan writes nothing and says how many bytes this plan takes.
+    pub plan: *mut c_void,
+    /// Size of plan. kseal_ragged_prefill_plan_size gives one that is enough for all lengths with these totals: with kv_chunk above 0 far more than most need. In bytes.
+    pub plan_bytes: u64,
+    /// Copy of the plan on the device, 16-byte aligned, as many bytes as plan said. Read by the launch.
+    pub plan_device: *const c_void,
+    /// Scratch for the parts, 16-byte aligned, one per launch in flight; may be null where kv_chunk is 0. Contents need not be kept.
+    pub workspace: *mut c_void,
+    /// Size of workspace. kseal_ragged_prefill_workspace_size gives one that is enough for all lengths with these totals: with kv_chunk above 0 far more than most need. plan refuses one that is too small, with what it needs. In bytes.
+    pub workspace_bytes: u64,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_ragged_prefill_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_ragged_prefill_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_ragged_prefill_args>() == 216);
+    assert!(offset_of!(kseal_ragged_prefill_args, struct_size) == 0);
+    assert!(offset_of!(kseal_ragged_prefill_args, num_q_heads) == 4);
+    assert!(offset_of!(kseal_ragged_prefill_args, num_kv_heads) == 8);
+    assert!(offset_of!(kseal_ragged_prefill_args, tile_q) == 12);
+    assert!(offset_of!(kseal_ragged_prefill_args, fixed_grid) == 16);
+    assert!(offset_of!(kseal_ragged_prefill_args, pdl) == 20);
+    assert!(offset_of!(kseal_ragged_prefill_args, sm_scale) == 24);
+    assert!(offset_of!(kseal_ragged_prefill_args, batch_size) == 32);
+    assert!(offset_of!(kseal_ragged_prefill_args, total_q) == 40);
+    assert!(offset_of!(kseal_ragged_prefill_args, total_kv) == 48);
+    assert!(offset_of!(kseal_ragged_prefill_args, kv_chunk) == 56);
+    assert!(offset_of!(kseal_ragged_prefill_args, q_row_stride) == 64);
+    assert!(offset_of!(kseal_ragged_prefill_args, q_head_stride) == 72);
+    assert!(offset_of!(kseal_ragged_prefill_args, k_row_stride) == 80);
+    assert!(offset_of!(kseal_ragged_prefill_args, k_head_stride) == 88);
+    assert!(offset_of!(kseal_ragged_prefill_args, v_row_stride) == 96);
+    assert!(offset_of!(kseal_ragged_prefill_args, v_head_stride) == 104);
+    assert!(offset_of!(kseal_ragged_prefill_args, q) == 112);
+    assert!(offset_of!(kseal_ragged_prefill_args, k) == 120);
+    assert!(offset_of!(kseal_ragged_prefill_args, v) == 128);
+    assert!(offset_of!(kseal_ragged_prefill_args, o) == 136);
+    assert!(offset_of!(kseal_ragged_prefill_args, lse) == 144);
+    assert!(offset_of!(kseal_ragged_prefill_args, qo_indptr) == 152);
+    assert!(offset_of!(kseal_ragged_prefill_args, kv_indptr) == 160);
+    assert!(offset_of!(kseal_ragged_prefill_args, plan) == 168);
+    assert!(offset_of!(kseal_ragged_prefill_args, plan_bytes) == 176);
+    assert!(offset_of!(kseal_ragged_prefill_args, plan_device) == 184);
+    assert!(offset_of!(kseal_ragged_prefill_args, workspace) == 192);
+    assert!(offset_of!(kseal_ragged_prefill_args, workspace_bytes) == 200);
+    assert!(offset_of!(kseal_ragged_prefill_args, stream) == 208);
+};
+
+/// What is fixed when topk_regions is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_topk_regions_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Element type of scores and values. kseal_dtype: bf16, f16, f32.
+    pub dtype: u32,
+    /// 1 when selected indices are looked up in a page table, 0 when they are offset.
+    pub paged: u32,
+    /// 1 when the same scores must give the same indices in the same order, 0 for the faster kernel; see semantics.
+    pub deterministic: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_topk_regions_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_topk_regions_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_topk_regions_config>() == 32);
+    assert!(offset_of!(kseal_topk_regions_config, struct_size) == 0);
+    assert!(offset_of!(kseal_topk_regions_config, device) == 4);
+    assert!(offset_of!(kseal_topk_regions_config, dtype) == 8);
+    assert!(offset_of!(kseal_topk_regions_config, paged) == 12);
+    assert!(offset_of!(kseal_topk_regions_config, deterministic) == 16);
+    assert!(offset_of!(kseal_topk_regions_config, stream) == 24);
+};
+
+/// What one run of topk_regions gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_topk_regions_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// k: at least 1.
+    pub top_k: i32,
+    /// Scores that an entry of page_table stands for: a power of two up to 2^30. 0 when config.paged is 0.
+    pub page_size: i32,
+    /// R. 0 is a no-op that succeeds. R * top_k must be below 2^32.
+    pub num_rows: i64,
+    /// The longest that a row can be; what is launched follows from it. At least 1.
+    pub max_len: i64,
+    /// Distance between rows of scores; 0 means max_len, and it is at least that. In elements.
+    pub row_stride: i64,
+    /// Rows of page_table: R without row_to_request. 0 when config.paged is 0.
+    pub num_requests: i64,
+    /// Columns of page_table. 0 when config.paged is 0.
+    pub max_pages: i64,
+    /// Distance between rows of page_table; 0 means max_pages, and it is at least that. 0 when config.paged is 0. In elements.
+    pub page_table_stride: i64,
+    /// \[R, max_len\] of dtype with row_stride, aligned to its element.
+    pub scores: *const c_void,
+    /// \[R\] int32, or null where every row has max_len scores.
+    pub lengths: *const c_void,
+    /// \[R\] int32, the column of each row's first score, or null where that is 0. row_starts + lengths must not exceed row_stride. Read on the device: not checked.
+    pub row_starts: *const c_void,
+    /// \[R\] int32, added to the indices of each row, or null for none. Null when config.paged is 1.
+    pub offsets: *const c_void,
+    /// \[num_requests, max_pages\] int32 with page_table_stride. Null exactly when config.paged is 0. Entries that no selected index needs are not read.
+    pub page_table: *const c_void,
+    /// \[R\] int32, the row of page_table for each row, or null where that is its own number. Null when config.paged is 0. Read on the device: not checked.
+    pub row_to_request: *const c_void,
+    /// \[R\] int32, the column of page_table for each row's index 0, or null for row_starts (needed with row_starts and pages of more than 1). Null when config.paged is 0. Read on the device: not checked.
+    pub page_table_starts: *const c_void,
+    /// \[R, top_k\] int32, dense. Written.
+    pub indices: *mut c_void,
+    /// \[R, top_k\] of dtype, dense, the scores of indices, or null. Null when config.paged is 1.
+    pub values: *mut c_void,
+    /// \[R, top_k\] int32, dense, the indices before they are looked up, or null. Null when config.paged is 0.
+    pub raw_indices: *mut c_void,
+    /// Memory of the size kseal_topk_regions_semaphores_size gives, 16-byte aligned, zero before the first launch, one per launch in flight. May be null when that size is 0.
+    pub semaphores: *mut c_void,
+    /// Size of semaphores. In bytes.
+    pub semaphores_bytes: u64,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_topk_regions_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_topk_regions_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_topk_regions_args>() == 168);
+    assert!(offset_of!(kseal_topk_regions_args, struct_size) == 0);
+    assert!(offset_of!(kseal_topk_regions_args, top_k) == 4);
+    assert!(offset_of!(kseal_topk_regions_args, page_size) == 8);
+    assert!(offset_of!(kseal_topk_regions_args, num_rows) == 16);
+    assert!(offset_of!(kseal_topk_regions_args, max_len) == 24);
+    assert!(offset_of!(kseal_topk_regions_args, row_stride) == 32);
+    assert!(offset_of!(kseal_topk_regions_args, num_requests) == 40);
+    assert!(offset_of!(kseal_topk_regions_args, max_pages) == 48);
+    assert!(offset_of!(kseal_topk_regions_args, page_table_stride) == 56);
+    assert!(offset_of!(kseal_topk_regions_args, scores) == 64);
+    assert!(offset_of!(kseal_topk_regions_args, lengths) == 72);
+    assert!(offset_of!(kseal_topk_regions_args, row_starts) == 80);
+    assert!(offset_of!(kseal_topk_regions_args, offsets) == 88);
+    assert!(offset_of!(kseal_topk_regions_args, page_table) == 96);
+    assert!(offset_of!(kseal_topk_regions_args, row_to_request) == 104);
+    assert!(offset_of!(kseal_topk_regions_args, page_table_starts) == 112);
+    assert!(offset_of!(kseal_topk_regions_args, indices) == 120);
+    assert!(offset_of!(kseal_topk_regions_args, values) == 128);
+    assert!(offset_of!(kseal_topk_regions_args, raw_indices) == 136);
+    assert!(offset_of!(kseal_topk_regions_args, semaphores) == 144);
+    assert!(offset_of!(kseal_topk_regions_args, semaphores_bytes) == 152);
+    assert!(offset_of!(kseal_topk_regions_args, stream) == 160);
+};
+
+/// What is fixed when topk_varlen is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_topk_varlen_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Element type of scores and values. kseal_dtype: bf16, f16, f32.
+    pub dtype: u32,
+    /// 1 when runs store the selected scores too, 0 when indices alone.
+    pub values: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_topk_varlen_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_topk_varlen_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_topk_varlen_config>() == 24);
+    assert!(offset_of!(kseal_topk_varlen_config, struct_size) == 0);
+    assert!(offset_of!(kseal_topk_varlen_config, device) == 4);
+    assert!(offset_of!(kseal_topk_varlen_config, dtype) == 8);
+    assert!(offset_of!(kseal_topk_varlen_config, values) == 12);
+    assert!(offset_of!(kseal_topk_varlen_config, stream) == 16);
+};
+
+/// What one run of topk_varlen gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_topk_varlen_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// k: at least 1.
+    pub top_k: i32,
+    /// Rows of a request: at least 1.
+    pub next_n: i32,
+    /// Tokens that one score stands for: at least 1.
+    pub compress_ratio: i32,
+    /// B. 0 is a no-op that succeeds. B * next_n is R, below 2^30.
+    pub num_requests: i64,
+    /// Scores that a row can have; what is launched follows from it. At least 1, below 2^31.
+    pub max_len: i64,
+    /// Distance between rows of scores; 0 means max_len, and it is at least that. In elements.
+    pub row_stride: i64,
+    /// \[R, max_len\] of dtype with row_stride, aligned to its element.
+    pub scores: *const c_void,
+    /// \[B\] int32, tokens of each sequence, above -2^30.
+    pub seq_lens: *const c_void,
+    /// \[R, top_k\] int32, dense. Written.
+    pub indices: *mut c_void,
+    /// \[R, top_k\] of dtype, dense, the scores of indices. Null exactly when config.values is 0.
+    pub values: *mut c_void,
+    /// Memory of the size kseal_topk_varlen_semaphores_size gives, 16-byte aligned, zero before the first launch, one per launch in flight. May be null when that size is 0.
+    pub semaphores: *mut c_void,
+    /// Size of semaphores. In bytes.
+    pub semaphores_bytes: u64,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_topk_varlen_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_topk_varlen_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_topk_varlen_args>() == 96);
+    assert!(offset_of!(kseal_topk_varlen_args, struct_size) == 0);
+    assert!(offset_of!(kseal_topk_varlen_args, top_k) == 4);
+    assert!(offset_of!(kseal_topk_varlen_args, next_n) == 8);
+    assert!(offset_of!(kseal_topk_varlen_args, compress_ratio) == 12);
+    assert!(offset_of!(kseal_topk_varlen_args, num_requests) == 16);
+    assert!(offset_of!(kseal_topk_varlen_args, max_len) == 24);
+    assert!(offset_of!(kseal_topk_varlen_args, row_stride) == 32);
+    assert!(offset_of!(kseal_topk_varlen_args, scores) == 40);
+    assert!(offset_of!(kseal_topk_varlen_args, seq_lens) == 48);
+    assert!(offset_of!(kseal_topk_varlen_args, indices) == 56);
+    assert!(offset_of!(kseal_topk_varlen_args, values) == 64);
+    assert!(offset_of!(kseal_topk_varlen_args, semaphores) == 72);
+    assert!(offset_of!(kseal_topk_varlen_args, semaphores_bytes) == 80);
+    assert!(offset_of!(kseal_topk_varlen_args, stream) == 88);
 };
 
 /// What is fixed when xqa_decode is prepared. Read during the call only.
@@ -776,10 +2165,51 @@ pub struct Api {
     pub kseal_close: unsafe extern "C" fn(*mut kseal_bundle),
     pub kseal_variant_count: unsafe extern "C" fn(*mut kseal_bundle) -> u32,
     pub kseal_variant_at: unsafe extern "C" fn(*mut kseal_bundle, u32, *mut kseal_variant_info) -> kseal_status,
+    pub kseal_gdn_decode_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_gdn_decode_config, *mut *mut kseal_gdn_decode) -> kseal_status,
+    pub kseal_gdn_decode_workspace_size: unsafe extern "C" fn(*mut kseal_gdn_decode, *const kseal_gdn_decode_args, *mut u64) -> kseal_status,
+    pub kseal_gdn_decode_run: unsafe extern "C" fn(*mut kseal_gdn_decode, *const kseal_gdn_decode_args) -> kseal_status,
+    pub kseal_gdn_decode_release: unsafe extern "C" fn(*mut kseal_gdn_decode) -> kseal_status,
     pub kseal_gdn_prefill_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_gdn_prefill_config, *mut *mut kseal_gdn_prefill) -> kseal_status,
     pub kseal_gdn_prefill_workspace_size: unsafe extern "C" fn(*mut kseal_gdn_prefill, *const kseal_gdn_prefill_args, *mut u64) -> kseal_status,
     pub kseal_gdn_prefill_run: unsafe extern "C" fn(*mut kseal_gdn_prefill, *const kseal_gdn_prefill_args) -> kseal_status,
     pub kseal_gdn_prefill_release: unsafe extern "C" fn(*mut kseal_gdn_prefill) -> kseal_status,
+    pub kseal_gdn_prefill_cp_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_gdn_prefill_cp_config, *mut *mut kseal_gdn_prefill_cp) -> kseal_status,
+    pub kseal_gdn_prefill_cp_workspace_size: unsafe extern "C" fn(*mut kseal_gdn_prefill_cp, *const kseal_gdn_prefill_cp_args, *mut u64) -> kseal_status,
+    pub kseal_gdn_prefill_cp_run: unsafe extern "C" fn(*mut kseal_gdn_prefill_cp, *const kseal_gdn_prefill_cp_args) -> kseal_status,
+    pub kseal_gdn_prefill_cp_release: unsafe extern "C" fn(*mut kseal_gdn_prefill_cp) -> kseal_status,
+    pub kseal_paged_mqa_logits_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_paged_mqa_logits_config, *mut *mut kseal_paged_mqa_logits) -> kseal_status,
+    pub kseal_paged_mqa_logits_workspace_size: unsafe extern "C" fn(*mut kseal_paged_mqa_logits, *const kseal_paged_mqa_logits_args, *mut u64) -> kseal_status,
+    pub kseal_paged_mqa_logits_run: unsafe extern "C" fn(*mut kseal_paged_mqa_logits, *const kseal_paged_mqa_logits_args) -> kseal_status,
+    pub kseal_paged_mqa_logits_release: unsafe extern "C" fn(*mut kseal_paged_mqa_logits) -> kseal_status,
+    pub kseal_paged_mqa_schedule_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_paged_mqa_schedule_config, *mut *mut kseal_paged_mqa_schedule) -> kseal_status,
+    pub kseal_paged_mqa_schedule_workspace_size: unsafe extern "C" fn(*mut kseal_paged_mqa_schedule, *const kseal_paged_mqa_schedule_args, *mut u64) -> kseal_status,
+    pub kseal_paged_mqa_schedule_run: unsafe extern "C" fn(*mut kseal_paged_mqa_schedule, *const kseal_paged_mqa_schedule_args) -> kseal_status,
+    pub kseal_paged_mqa_schedule_release: unsafe extern "C" fn(*mut kseal_paged_mqa_schedule) -> kseal_status,
+    pub kseal_qsa_attention_choose: unsafe extern "C" fn(*const kseal_qsa_attention_args, u32, *mut kseal_qsa_attention_config) -> kseal_status,
+    pub kseal_qsa_attention_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_qsa_attention_config, *mut *mut kseal_qsa_attention) -> kseal_status,
+    pub kseal_qsa_attention_workspace_size: unsafe extern "C" fn(*mut kseal_qsa_attention, *const kseal_qsa_attention_args, *mut u64) -> kseal_status,
+    pub kseal_qsa_attention_run: unsafe extern "C" fn(*mut kseal_qsa_attention, *const kseal_qsa_attention_args) -> kseal_status,
+    pub kseal_qsa_attention_release: unsafe extern "C" fn(*mut kseal_qsa_attention) -> kseal_status,
+    pub kseal_qsa_metadata_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_qsa_metadata_config, *mut *mut kseal_qsa_metadata) -> kseal_status,
+    pub kseal_qsa_metadata_workspace_size: unsafe extern "C" fn(*mut kseal_qsa_metadata, *const kseal_qsa_metadata_args, *mut u64) -> kseal_status,
+    pub kseal_qsa_metadata_run: unsafe extern "C" fn(*mut kseal_qsa_metadata, *const kseal_qsa_metadata_args) -> kseal_status,
+    pub kseal_qsa_metadata_release: unsafe extern "C" fn(*mut kseal_qsa_metadata) -> kseal_status,
+    pub kseal_ragged_prefill_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_ragged_prefill_config, *mut *mut kseal_ragged_prefill) -> kseal_status,
+    pub kseal_ragged_prefill_workspace_size: unsafe extern "C" fn(*mut kseal_ragged_prefill, *const kseal_ragged_prefill_args, *mut u64) -> kseal_status,
+    pub kseal_ragged_prefill_plan_size: unsafe extern "C" fn(*mut kseal_ragged_prefill, *const kseal_ragged_prefill_args, *mut u64) -> kseal_status,
+    pub kseal_ragged_prefill_plan: unsafe extern "C" fn(*mut kseal_ragged_prefill, *const kseal_ragged_prefill_args, *mut u64) -> kseal_status,
+    pub kseal_ragged_prefill_run: unsafe extern "C" fn(*mut kseal_ragged_prefill, *const kseal_ragged_prefill_args) -> kseal_status,
+    pub kseal_ragged_prefill_release: unsafe extern "C" fn(*mut kseal_ragged_prefill) -> kseal_status,
+    pub kseal_topk_regions_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_topk_regions_config, *mut *mut kseal_topk_regions) -> kseal_status,
+    pub kseal_topk_regions_workspace_size: unsafe extern "C" fn(*mut kseal_topk_regions, *const kseal_topk_regions_args, *mut u64) -> kseal_status,
+    pub kseal_topk_regions_semaphores_size: unsafe extern "C" fn(*mut kseal_topk_regions, *const kseal_topk_regions_args, *mut u64) -> kseal_status,
+    pub kseal_topk_regions_run: unsafe extern "C" fn(*mut kseal_topk_regions, *const kseal_topk_regions_args) -> kseal_status,
+    pub kseal_topk_regions_release: unsafe extern "C" fn(*mut kseal_topk_regions) -> kseal_status,
+    pub kseal_topk_varlen_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_topk_varlen_config, *mut *mut kseal_topk_varlen) -> kseal_status,
+    pub kseal_topk_varlen_workspace_size: unsafe extern "C" fn(*mut kseal_topk_varlen, *const kseal_topk_varlen_args, *mut u64) -> kseal_status,
+    pub kseal_topk_varlen_semaphores_size: unsafe extern "C" fn(*mut kseal_topk_varlen, *const kseal_topk_varlen_args, *mut u64) -> kseal_status,
+    pub kseal_topk_varlen_run: unsafe extern "C" fn(*mut kseal_topk_varlen, *const kseal_topk_varlen_args) -> kseal_status,
+    pub kseal_topk_varlen_release: unsafe extern "C" fn(*mut kseal_topk_varlen) -> kseal_status,
     pub kseal_xqa_decode_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_xqa_decode_config, *mut *mut kseal_xqa_decode) -> kseal_status,
     pub kseal_xqa_decode_workspace_size: unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args, *mut u64) -> kseal_status,
     pub kseal_xqa_decode_semaphores_size: unsafe extern "C" fn(*mut kseal_xqa_decode, *const kseal_xqa_decode_args, *mut u64) -> kseal_status,
@@ -820,6 +2250,14 @@ impl Api {
             // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_variant_at: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, u32, *mut kseal_variant_info) -> kseal_status>(find(c"kseal_variant_at")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_gdn_decode_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_gdn_decode_config, *mut *mut kseal_gdn_decode) -> kseal_status>(find(c"kseal_gdn_decode_prepare")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_gdn_decode_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_decode, *const kseal_gdn_decode_args, *mut u64) -> kseal_status>(find(c"kseal_gdn_decode_workspace_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_gdn_decode_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_decode, *const kseal_gdn_decode_args) -> kseal_status>(find(c"kseal_gdn_decode_run")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_gdn_decode_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_decode) -> kseal_status>(find(c"kseal_gdn_decode_release")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_gdn_prefill_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_gdn_prefill_config, *mut *mut kseal_gdn_prefill) -> kseal_status>(find(c"kseal_gdn_prefill_prepare")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_gdn_prefill_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_prefill, *const kseal_gdn_prefill_args, *mut u64) -> kseal_status>(find(c"kseal_gdn_prefill_workspace_size")?) },
@@ -827,6 +2265,80 @@ impl Api {
             kseal_gdn_prefill_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_prefill, *const kseal_gdn_prefill_args) -> kseal_status>(find(c"kseal_gdn_prefill_run")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_gdn_prefill_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_prefill) -> kseal_status>(find(c"kseal_gdn_prefill_release")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_gdn_prefill_cp_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_gdn_prefill_cp_config, *mut *mut kseal_gdn_prefill_cp) -> kseal_status>(find(c"kseal_gdn_prefill_cp_prepare")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_gdn_prefill_cp_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_prefill_cp, *const kseal_gdn_prefill_cp_args, *mut u64) -> kseal_status>(find(c"kseal_gdn_prefill_cp_workspace_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_gdn_prefill_cp_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_prefill_cp, *const kseal_gdn_prefill_cp_args) -> kseal_status>(find(c"kseal_gdn_prefill_cp_run")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_gdn_prefill_cp_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_gdn_prefill_cp) -> kseal_status>(find(c"kseal_gdn_prefill_cp_release")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_mqa_logits_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_paged_mqa_logits_config, *mut *mut kseal_paged_mqa_logits) -> kseal_status>(find(c"kseal_paged_mqa_logits_prepare")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_mqa_logits_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_mqa_logits, *const kseal_paged_mqa_logits_args, *mut u64) -> kseal_status>(find(c"kseal_paged_mqa_logits_workspace_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_mqa_logits_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_mqa_logits, *const kseal_paged_mqa_logits_args) -> kseal_status>(find(c"kseal_paged_mqa_logits_run")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_mqa_logits_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_mqa_logits) -> kseal_status>(find(c"kseal_paged_mqa_logits_release")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_mqa_schedule_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_paged_mqa_schedule_config, *mut *mut kseal_paged_mqa_schedule) -> kseal_status>(find(c"kseal_paged_mqa_schedule_prepare")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_mqa_schedule_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_mqa_schedule, *const kseal_paged_mqa_schedule_args, *mut u64) -> kseal_status>(find(c"kseal_paged_mqa_schedule_workspace_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_mqa_schedule_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_mqa_schedule, *const kseal_paged_mqa_schedule_args) -> kseal_status>(find(c"kseal_paged_mqa_schedule_run")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_mqa_schedule_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_mqa_schedule) -> kseal_status>(find(c"kseal_paged_mqa_schedule_release")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_attention_choose: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*const kseal_qsa_attention_args, u32, *mut kseal_qsa_attention_config) -> kseal_status>(find(c"kseal_qsa_attention_choose")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_attention_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_qsa_attention_config, *mut *mut kseal_qsa_attention) -> kseal_status>(find(c"kseal_qsa_attention_prepare")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_attention_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_qsa_attention, *const kseal_qsa_attention_args, *mut u64) -> kseal_status>(find(c"kseal_qsa_attention_workspace_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_attention_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_qsa_attention, *const kseal_qsa_attention_args) -> kseal_status>(find(c"kseal_qsa_attention_run")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_attention_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_qsa_attention) -> kseal_status>(find(c"kseal_qsa_attention_release")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_metadata_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_qsa_metadata_config, *mut *mut kseal_qsa_metadata) -> kseal_status>(find(c"kseal_qsa_metadata_prepare")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_metadata_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_qsa_metadata, *const kseal_qsa_metadata_args, *mut u64) -> kseal_status>(find(c"kseal_qsa_metadata_workspace_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_metadata_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_qsa_metadata, *const kseal_qsa_metadata_args) -> kseal_status>(find(c"kseal_qsa_metadata_run")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_metadata_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_qsa_metadata) -> kseal_status>(find(c"kseal_qsa_metadata_release")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_ragged_prefill_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_ragged_prefill_config, *mut *mut kseal_ragged_prefill) -> kseal_status>(find(c"kseal_ragged_prefill_prepare")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_ragged_prefill_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_ragged_prefill, *const kseal_ragged_prefill_args, *mut u64) -> kseal_status>(find(c"kseal_ragged_prefill_workspace_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_ragged_prefill_plan_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_ragged_prefill, *const kseal_ragged_prefill_args, *mut u64) -> kseal_status>(find(c"kseal_ragged_prefill_plan_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_ragged_prefill_plan: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_ragged_prefill, *const kseal_ragged_prefill_args, *mut u64) -> kseal_status>(find(c"kseal_ragged_prefill_plan")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_ragged_prefill_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_ragged_prefill, *const kseal_ragged_prefill_args) -> kseal_status>(find(c"kseal_ragged_prefill_run")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_ragged_prefill_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_ragged_prefill) -> kseal_status>(find(c"kseal_ragged_prefill_release")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_topk_regions_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_topk_regions_config, *mut *mut kseal_topk_regions) -> kseal_status>(find(c"kseal_topk_regions_prepare")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_topk_regions_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_topk_regions, *const kseal_topk_regions_args, *mut u64) -> kseal_status>(find(c"kseal_topk_regions_workspace_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_topk_regions_semaphores_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_topk_regions, *const kseal_topk_regions_args, *mut u64) -> kseal_status>(find(c"kseal_topk_regions_semaphores_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_topk_regions_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_topk_regions, *const kseal_topk_regions_args) -> kseal_status>(find(c"kseal_topk_regions_run")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_topk_regions_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_topk_regions) -> kseal_status>(find(c"kseal_topk_regions_release")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_topk_varlen_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_topk_varlen_config, *mut *mut kseal_topk_varlen) -> kseal_status>(find(c"kseal_topk_varlen_prepare")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_topk_varlen_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_topk_varlen, *const kseal_topk_varlen_args, *mut u64) -> kseal_status>(find(c"kseal_topk_varlen_workspace_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_topk_varlen_semaphores_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_topk_varlen, *const kseal_topk_varlen_args, *mut u64) -> kseal_status>(find(c"kseal_topk_varlen_semaphores_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_topk_varlen_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_topk_varlen, *const kseal_topk_varlen_args) -> kseal_status>(find(c"kseal_topk_varlen_run")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_topk_varlen_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_topk_varlen) -> kseal_status>(find(c"kseal_topk_varlen_release")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_xqa_decode_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_xqa_decode_config, *mut *mut kseal_xqa_decode) -> kseal_status>(find(c"kseal_xqa_decode_prepare")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
@@ -846,6 +2358,30 @@ impl Api {
             // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_xqa_mla_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_xqa_mla) -> kseal_status>(find(c"kseal_xqa_mla_release")?) },
         })
+    }
+}
+
+/// Gated delta rule (GDN) decode of T tokens a sequence (T = 1, or drafts to verify), states a pool of bfloat16, one kernel launch.
+pub enum GdnDecode {}
+
+impl crate::sealed::Sealed for GdnDecode {}
+
+impl crate::Op for GdnDecode {
+    type Raw = kseal_gdn_decode;
+    type Config = kseal_gdn_decode_config;
+    type Args = kseal_gdn_decode_args;
+    const NAME: &'static str = "gdn_decode";
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_gdn_decode_prepare,
+            workspace_size: api.kseal_gdn_decode_workspace_size,
+            semaphores_size: None,
+            plan_size: None,
+            plan: None,
+            run: api.kseal_gdn_decode_run,
+            release: api.kseal_gdn_decode_release,
+        }
     }
 }
 
@@ -869,6 +2405,198 @@ impl crate::Op for GdnPrefill {
             plan: None,
             run: api.kseal_gdn_prefill_run,
             release: api.kseal_gdn_prefill_release,
+        }
+    }
+}
+
+/// Gated delta rule (GDN) prefill for few long sequences, each cut into chunks that run side by side; four or five kernel launches.
+pub enum GdnPrefillCp {}
+
+impl crate::sealed::Sealed for GdnPrefillCp {}
+
+impl crate::Op for GdnPrefillCp {
+    type Raw = kseal_gdn_prefill_cp;
+    type Config = kseal_gdn_prefill_cp_config;
+    type Args = kseal_gdn_prefill_cp_args;
+    const NAME: &'static str = "gdn_prefill_cp";
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_gdn_prefill_cp_prepare,
+            workspace_size: api.kseal_gdn_prefill_cp_workspace_size,
+            semaphores_size: None,
+            plan_size: None,
+            plan: None,
+            run: api.kseal_gdn_prefill_cp_run,
+            release: api.kseal_gdn_prefill_cp_release,
+        }
+    }
+}
+
+/// Attention scores of a sparse-attention indexer over a paged FP8 or FP4 cache of one KV head, one kernel launch.
+pub enum PagedMqaLogits {}
+
+impl crate::sealed::Sealed for PagedMqaLogits {}
+
+impl crate::Op for PagedMqaLogits {
+    type Raw = kseal_paged_mqa_logits;
+    type Config = kseal_paged_mqa_logits_config;
+    type Args = kseal_paged_mqa_logits_args;
+    const NAME: &'static str = "paged_mqa_logits";
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_paged_mqa_logits_prepare,
+            workspace_size: api.kseal_paged_mqa_logits_workspace_size,
+            semaphores_size: None,
+            plan_size: None,
+            plan: None,
+            run: api.kseal_paged_mqa_logits_run,
+            release: api.kseal_paged_mqa_logits_release,
+        }
+    }
+}
+
+/// Which CTA of a paged MQA logits launch works on which part of which sequence, computed on the device by one warp.
+pub enum PagedMqaSchedule {}
+
+impl crate::sealed::Sealed for PagedMqaSchedule {}
+
+impl crate::Op for PagedMqaSchedule {
+    type Raw = kseal_paged_mqa_schedule;
+    type Config = kseal_paged_mqa_schedule_config;
+    type Args = kseal_paged_mqa_schedule_args;
+    const NAME: &'static str = "paged_mqa_schedule";
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_paged_mqa_schedule_prepare,
+            workspace_size: api.kseal_paged_mqa_schedule_workspace_size,
+            semaphores_size: None,
+            plan_size: None,
+            plan: None,
+            run: api.kseal_paged_mqa_schedule_run,
+            release: api.kseal_paged_mqa_schedule_release,
+        }
+    }
+}
+
+/// Attention over the KV blocks that were selected for each query token (QSA), paged cache, decode, drafts and prefill.
+pub enum QsaAttention {}
+
+impl crate::sealed::Sealed for QsaAttention {}
+
+impl crate::Op for QsaAttention {
+    type Raw = kseal_qsa_attention;
+    type Config = kseal_qsa_attention_config;
+    type Args = kseal_qsa_attention_args;
+    const NAME: &'static str = "qsa_attention";
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_qsa_attention_prepare,
+            workspace_size: api.kseal_qsa_attention_workspace_size,
+            semaphores_size: None,
+            plan_size: None,
+            plan: None,
+            run: api.kseal_qsa_attention_run,
+            release: api.kseal_qsa_attention_release,
+        }
+    }
+}
+
+/// The tables that QSA attention reads for routes of 2 to 8 query tokens, from the blocks that each token selected.
+pub enum QsaMetadata {}
+
+impl crate::sealed::Sealed for QsaMetadata {}
+
+impl crate::Op for QsaMetadata {
+    type Raw = kseal_qsa_metadata;
+    type Config = kseal_qsa_metadata_config;
+    type Args = kseal_qsa_metadata_args;
+    const NAME: &'static str = "qsa_metadata";
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_qsa_metadata_prepare,
+            workspace_size: api.kseal_qsa_metadata_workspace_size,
+            semaphores_size: None,
+            plan_size: None,
+            plan: None,
+            run: api.kseal_qsa_metadata_run,
+            release: api.kseal_qsa_metadata_release,
+        }
+    }
+}
+
+/// Attention of packed sequences of different lengths over keys and values that are packed likewise (FA2), planned on the host.
+pub enum RaggedPrefill {}
+
+impl crate::sealed::Sealed for RaggedPrefill {}
+
+impl crate::Op for RaggedPrefill {
+    type Raw = kseal_ragged_prefill;
+    type Config = kseal_ragged_prefill_config;
+    type Args = kseal_ragged_prefill_args;
+    const NAME: &'static str = "ragged_prefill";
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_ragged_prefill_prepare,
+            workspace_size: api.kseal_ragged_prefill_workspace_size,
+            semaphores_size: None,
+            plan_size: Some(api.kseal_ragged_prefill_plan_size),
+            plan: Some(api.kseal_ragged_prefill_plan),
+            run: api.kseal_ragged_prefill_run,
+            release: api.kseal_ragged_prefill_release,
+        }
+    }
+}
+
+/// The k largest scores of every row of a batch, each row with its own length, as indices, offset indices or slots of a page table, one kernel launch.
+pub enum TopkRegions {}
+
+impl crate::sealed::Sealed for TopkRegions {}
+
+impl crate::Op for TopkRegions {
+    type Raw = kseal_topk_regions;
+    type Config = kseal_topk_regions_config;
+    type Args = kseal_topk_regions_args;
+    const NAME: &'static str = "topk_regions";
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_topk_regions_prepare,
+            workspace_size: api.kseal_topk_regions_workspace_size,
+            semaphores_size: Some(api.kseal_topk_regions_semaphores_size),
+            plan_size: None,
+            plan: None,
+            run: api.kseal_topk_regions_run,
+            release: api.kseal_topk_regions_release,
+        }
+    }
+}
+
+/// The k largest scores of every row of a decode step, lengths derived from those of the sequences, long rows spread over idle multiprocessors, one kernel launch.
+pub enum TopkVarlen {}
+
+impl crate::sealed::Sealed for TopkVarlen {}
+
+impl crate::Op for TopkVarlen {
+    type Raw = kseal_topk_varlen;
+    type Config = kseal_topk_varlen_config;
+    type Args = kseal_topk_varlen_args;
+    const NAME: &'static str = "topk_varlen";
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_topk_varlen_prepare,
+            workspace_size: api.kseal_topk_varlen_workspace_size,
+            semaphores_size: Some(api.kseal_topk_varlen_semaphores_size),
+            plan_size: None,
+            plan: None,
+            run: api.kseal_topk_varlen_run,
+            release: api.kseal_topk_varlen_release,
         }
     }
 }
