@@ -290,7 +290,7 @@ def test_a_value_that_only_another_op_has_is_refused_where_it_is_needed() -> Non
     [
         (
             "page_sise=32",
-            r"'page_sise=32': supported is AXIS=VALUE with one of dtype, .*, page_size, .*sliding_window",
+            r"'page_sise=32': supported is AXIS=VALUE with one of .*dtype, .*, page_size, .*sliding_window",
         ),
         ("page_size=17", r"'page_size=17': page_size is '17'; supported: .*16, 32, 64, 128 \(xqa_decode\)"),
         ("page_size=16,", r"page_size is ''; supported: .*16"),
