@@ -183,6 +183,30 @@ static kseal_status validate(const struct kseal_handle *handle, const args_t *a,
     return status;
 }
 
+/* ---- upstream's rule for a batch; rule.py is the same for torch ---- */
+
+kseal_status kseal_gdn_decode_launch_choose(const args_t *a, uint32_t sm_count, kseal_gdn_decode_config *config) {
+    if (config->tokens == 0)
+        REFUSE(KSEAL_INVALID_ARGUMENT, "config.tokens is 0; it must be positive");
+    if (a->batch_size < 0)
+        REFUSE(KSEAL_INVALID_ARGUMENT, "batch_size is %lld; it must not be negative", (long long)a->batch_size);
+    if (a->num_v_heads <= 0)
+        REFUSE(KSEAL_INVALID_ARGUMENT, "num_v_heads is %d; it must be positive", a->num_v_heads);
+    if (!product_below(INDEX_END, a->batch_size, a->num_v_heads, 1))
+        REFUSE(KSEAL_OVERFLOW, "batch_size is %lld; B * Hv must be below 2^31 (Hv is %d)", (long long)a->batch_size,
+               a->num_v_heads);
+    int64_t work = a->batch_size * a->num_v_heads, waves = 4 * (int64_t)sm_count;
+    bool one = config->tokens == 1;
+    config->wide = work >= (one ? 512 : 128);
+    if (config->wide)
+        config->tile_v = work >= 1024 ? 128 : work >= 512 ? 64 : 32;
+    else if (!one || work <= 128)
+        config->tile_v = 16;
+    else /* the largest tile of which four waves of CTAs fill the device */
+        config->tile_v = work >= waves ? 128 : 2 * work >= waves ? 64 : 32;
+    return KSEAL_OK;
+}
+
 /* ---- the argument list: tensors as CuTe passes them, the base, then what is not compiled in ---- */
 
 struct vector {

@@ -12,6 +12,8 @@ from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
 from cpu.fake_driver.kernseal_library import Kernseal
 
+from kernseal.kernels.gdn_decode.rule import kernel_for
+
 pytestmark = pytest.mark.slow
 
 PLAIN = {
@@ -181,6 +183,40 @@ def test_a_run_on_another_device_is_refused(
     assert library.c.kseal_gdn_decode_run(handle, call.args(library)) == library.c.KSEAL_NOT_PREPARED
     gpu.current(0)
     assert library.c.kseal_gdn_decode_release(handle) == 0
+
+
+def chosen(library: Kernseal, tokens: int, sms: int = 132, **sizes: int) -> tuple[int, tuple[bool, int]]:
+    config = library.struct(f"kseal_{OP}_config", tokens=tokens, wide=9, tile_v=9)
+    status = library.c.kseal_gdn_decode_choose(library.struct(f"kseal_{OP}_args", **sizes), sms, config)
+    return int(status), (config.wide, config.tile_v)
+
+
+def test_the_library_chooses_by_the_rule(library: Kernseal) -> None:
+    """The rule is upstream's: see ``test_gdn_decode_rule.py``."""
+    for tokens in (1, 2, 8):
+        for sms in (20, 48, 114, 132, 148, 188, 300):
+            for work in range(1100):
+                found = chosen(library, tokens, sms, batch_size=work, num_v_heads=1)
+                assert found == (0, kernel_for(tokens, work, sms)), (tokens, sms, work)
+    assert chosen(library, 1, batch_size=16, num_v_heads=32) == (0, (True, 64))
+    assert chosen(library, 2, batch_size=2**26 - 1, num_v_heads=32) == (0, (True, 128))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "words"),
+    [
+        (0, {"batch_size": 1, "num_v_heads": 1}, "config.tokens is 0"),
+        (1, {"batch_size": -1, "num_v_heads": 1}, "batch_size is -1"),
+        (1, {"batch_size": 1, "num_v_heads": 0}, "num_v_heads is 0"),
+        (1, {"batch_size": 2**26, "num_v_heads": 32}, "batch_size is 67108864; B * Hv must be below 2^31 (Hv is 32)"),
+    ],
+)  # fmt: skip
+def test_a_choice_that_cannot_be_made_leaves_the_config(
+    library: Kernseal, tokens: int, sizes: dict[str, int], words: str
+) -> None:
+    status, left = chosen(library, tokens, **sizes)
+    assert status != 0 and words in library.error()
+    assert left == (9, 9)
 
 
 def test_what_no_class_has_is_refused_with_its_reason(library: Kernseal, gpu: FakeGpu) -> None:
