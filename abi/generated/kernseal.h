@@ -229,9 +229,10 @@ KSEAL_API kseal_status kseal_variant_at(kseal_bundle *bundle, uint32_t index, ks
  * With intermediate_states the state after token t of sequence i is also stored at intermediate_states[i, t]; a
  * verifier then takes the one after the last accepted token.
  * wide and tile_v choose among kernels that are right for every batch; they differ in speed and in the order of
- * sums, so in last bits. Upstream's rule, with W = B * Hv and the device's number of SMs. T = 1: W <= 128:
- * narrow 16; W < 512: narrow 128 if W >= 4 * SMs, else narrow 64 if W >= 2 * SMs, else narrow 32; W < 1024:
- * wide 64; else wide 128. T > 1: W < 128: narrow 16; W < 512: wide 32; W < 1024: wide 64; else wide 128.
+ * sums, so in last bits. Upstream's rule, which kseal_gdn_decode_choose has, with W = B * Hv and the device's
+ * number of SMs. T = 1: W <= 128: narrow 16; W < 512: narrow 128 if W >= 4 * SMs, else narrow 64 if W >= 2 *
+ * SMs, else narrow 32; W < 1024: wide 64; else wide 128. T > 1: W < 128: narrow 16; W < 512: wide 32; W < 1024:
+ * wide 64; else wide 128.
  * With one variant, the same request gives the same bits whatever else is in the batch: a CTA works on one head
  * of one sequence. */
 /* What is fixed when gdn_decode is prepared. Read during the call only. */
@@ -326,6 +327,18 @@ typedef struct kseal_gdn_decode_args {
     void *stream;
 } kseal_gdn_decode_args;
 
+
+/* Sets in config the axes that say which variant suits a run with args of these sizes on a device with sm_count
+ * SMs: wide, tile_v. Reads the others, which the caller has set, and its own as the op's axes say. Looks at no
+ * pointer in args, at no bundle and no device: an engine calls it for every size that it serves, prepares what
+ * it gets, and calls it again at each step. On failure config is as it was.
+ * Lifetimes: Both structs are free when the call returns.
+ * Threads: Any, any time.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_gdn_decode_choose(const kseal_gdn_decode_args *args,
+    uint32_t sm_count,
+    kseal_gdn_decode_config *config);
 
 /* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
  * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on

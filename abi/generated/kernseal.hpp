@@ -58,6 +58,7 @@ struct Api {
     decltype(&::kseal_close) kseal_close;
     decltype(&::kseal_variant_count) kseal_variant_count;
     decltype(&::kseal_variant_at) kseal_variant_at;
+    decltype(&::kseal_gdn_decode_choose) kseal_gdn_decode_choose;
     decltype(&::kseal_gdn_decode_prepare) kseal_gdn_decode_prepare;
     decltype(&::kseal_gdn_decode_workspace_size) kseal_gdn_decode_workspace_size;
     decltype(&::kseal_gdn_decode_run) kseal_gdn_decode_run;
@@ -132,6 +133,7 @@ template <class Find> Api resolve(Find find) {
     set(api.kseal_close, "kseal_close");
     set(api.kseal_variant_count, "kseal_variant_count");
     set(api.kseal_variant_at, "kseal_variant_at");
+    set(api.kseal_gdn_decode_choose, "kseal_gdn_decode_choose");
     set(api.kseal_gdn_decode_prepare, "kseal_gdn_decode_prepare");
     set(api.kseal_gdn_decode_workspace_size, "kseal_gdn_decode_workspace_size");
     set(api.kseal_gdn_decode_run, "kseal_gdn_decode_run");
@@ -323,6 +325,7 @@ struct GdnDecode {
     static constexpr const char *name = "gdn_decode";
     static constexpr bool has_semaphores = false;
     static constexpr bool has_plan = false;
+    static constexpr auto choose = &Api::kseal_gdn_decode_choose;
     static constexpr auto prepare = &Api::kseal_gdn_decode_prepare;
     static constexpr auto workspace_size = &Api::kseal_gdn_decode_workspace_size;
     static constexpr auto run = &Api::kseal_gdn_decode_run;
@@ -583,6 +586,7 @@ class Library {
         api.kseal_close = &::kseal_close;
         api.kseal_variant_count = &::kseal_variant_count;
         api.kseal_variant_at = &::kseal_variant_at;
+        api.kseal_gdn_decode_choose = &::kseal_gdn_decode_choose;
         api.kseal_gdn_decode_prepare = &::kseal_gdn_decode_prepare;
         api.kseal_gdn_decode_workspace_size = &::kseal_gdn_decode_workspace_size;
         api.kseal_gdn_decode_run = &::kseal_gdn_decode_run;

@@ -551,6 +551,9 @@ kseal_status kseal_open(const kseal_open_args *args, kseal_bundle **bundle);
 void kseal_close(kseal_bundle *bundle);
 uint32_t kseal_variant_count(kseal_bundle *bundle);
 kseal_status kseal_variant_at(kseal_bundle *bundle, uint32_t index, kseal_variant_info *info);
+kseal_status kseal_gdn_decode_choose(const kseal_gdn_decode_args *args,
+    uint32_t sm_count,
+    kseal_gdn_decode_config *config);
 kseal_status kseal_gdn_decode_prepare(kseal_bundle *bundle,
     const kseal_gdn_decode_config *config,
     kseal_gdn_decode **handle);

@@ -142,6 +142,22 @@ static const struct kseal_op kseal_gdn_decode_op = {
     .exclude_count = 4,
 };
 
+KSEAL_API kseal_status kseal_gdn_decode_choose(const kseal_gdn_decode_args *args, uint32_t sm_count,
+    kseal_gdn_decode_config *config) {
+    kseal_gdn_decode_args a;
+    kseal_gdn_decode_config c;
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_GDN_DECODE_ARGS_MIN_SIZE, args, "kseal_gdn_decode_args");
+    if (status == KSEAL_OK)
+        status = kseal_read_struct(&c, sizeof c, KSEAL_GDN_DECODE_CONFIG_MIN_SIZE, config, "kseal_gdn_decode_config");
+    if (status == KSEAL_OK && sm_count == 0)
+        status = kseal_fail(KSEAL_INVALID_ARGUMENT, "gdn_decode: sm_count is 0; it must be positive");
+    if (status == KSEAL_OK)
+        status = kseal_gdn_decode_launch_choose(&a, sm_count, &c);
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_write_struct(config, KSEAL_GDN_DECODE_CONFIG_MIN_SIZE, &c, sizeof c, "kseal_gdn_decode_config");
+}
+
 KSEAL_API kseal_status kseal_gdn_decode_prepare(kseal_bundle *bundle, const kseal_gdn_decode_config *config,
     kseal_gdn_decode **handle) {
     kseal_gdn_decode_config c;

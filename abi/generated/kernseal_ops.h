@@ -48,6 +48,10 @@ extern const struct kseal_gdn_decode_class kseal_gdn_decode_classes[6];
 kseal_status kseal_gdn_decode_launch_workspace(const struct kseal_handle *handle, const kseal_gdn_decode_args *args,
                                                   uint64_t *bytes);
 
+/* Sets wide, tile_v in config. Written by the op. */
+kseal_status kseal_gdn_decode_launch_choose(const kseal_gdn_decode_args *args, uint32_t sm_count,
+                                               kseal_gdn_decode_config *config);
+
 /* Validates and launches. Written by the op. */
 kseal_status kseal_gdn_decode_launch_run(const struct kseal_handle *handle, const kseal_gdn_decode_args *args);
 

@@ -2165,6 +2165,7 @@ pub struct Api {
     pub kseal_close: unsafe extern "C" fn(*mut kseal_bundle),
     pub kseal_variant_count: unsafe extern "C" fn(*mut kseal_bundle) -> u32,
     pub kseal_variant_at: unsafe extern "C" fn(*mut kseal_bundle, u32, *mut kseal_variant_info) -> kseal_status,
+    pub kseal_gdn_decode_choose: unsafe extern "C" fn(*const kseal_gdn_decode_args, u32, *mut kseal_gdn_decode_config) -> kseal_status,
     pub kseal_gdn_decode_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_gdn_decode_config, *mut *mut kseal_gdn_decode) -> kseal_status,
     pub kseal_gdn_decode_workspace_size: unsafe extern "C" fn(*mut kseal_gdn_decode, *const kseal_gdn_decode_args, *mut u64) -> kseal_status,
     pub kseal_gdn_decode_run: unsafe extern "C" fn(*mut kseal_gdn_decode, *const kseal_gdn_decode_args) -> kseal_status,
@@ -2249,6 +2250,8 @@ impl Api {
             kseal_variant_count: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle) -> u32>(find(c"kseal_variant_count")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_variant_at: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, u32, *mut kseal_variant_info) -> kseal_status>(find(c"kseal_variant_at")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_gdn_decode_choose: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*const kseal_gdn_decode_args, u32, *mut kseal_gdn_decode_config) -> kseal_status>(find(c"kseal_gdn_decode_choose")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_gdn_decode_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_gdn_decode_config, *mut *mut kseal_gdn_decode) -> kseal_status>(find(c"kseal_gdn_decode_prepare")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
