@@ -46,7 +46,7 @@ run_sanitizer_xqa() { sanitize sanitizer_xqa gpu.sanitize_xqa sm90 sm120_on_sm90
 
 run_sanitizer_mla() { sanitize sanitizer_mla gpu.sanitize_xqa_mla sm120_on_sm90 sm120_on_sm90_more; }
 
-run_sanitizer_cp() { sanitize sanitizer_cp gpu.sanitize_gdn_cp sm90 sm120_on_sm90; }
+run_sanitizer_cp() { sanitize sanitizer_cp gpu.sanitize_gdn_cp sm90 sm120_on_sm90 sm90_more sm120_on_sm90_more; }
 
 run_bench_cp() {
     "$python" -m gpu.bench_gdn_prefill_cp --json "$out/bench_cp.json" ${BENCH_ARGS:-} 2>&1 | tee "$out/bench_cp.log"

@@ -5,11 +5,17 @@ gpu.sanitize_gdn_cp sm90``; see ``gpu.sanitize``. Chunks of 64 and 128 tokens, a
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from gpu.bundles import open_by_name
 from gpu.problems import Case
 from gpu.sanitize import PARTIAL, SMALL, check
+
+from kernseal.loader.bundle import Bundle
+from kernseal.loader.op import load_spec
+
+OP = "gdn_prefill_cp"
 
 LONG = (200, 0, 1, 64, 129)
 CASES = [
@@ -29,13 +35,26 @@ CASES = [
 ]
 
 
+def served(bundle: Bundle) -> list[Case]:
+    """Cases whose variant the bundle has."""
+    spec = load_spec(OP)
+    there = {v.variant for v in bundle.variants() if v.op == OP}
+    axes: list[dict[str, Any]] = [
+        {k: v for k, v in case.axes.items() if k in spec.config_defaults} for case in CASES
+    ]
+    return [case for case, chosen in zip(CASES, axes, strict=True) if spec.variant(chosen) in there]
+
+
 def main() -> None:
     with open_by_name(sys.argv[1]) as bundle:
-        for case in CASES:
+        cases = served(bundle)
+        for case in cases:
             for chunk_len in (64, 128):
-                check(bundle, case, "gdn_prefill_cp", chunk_len=chunk_len)
+                check(bundle, case, OP, chunk_len=chunk_len)
         torch.cuda.synchronize()
-    print(f"{2 * len(CASES)} calls, all as the oracle has them")
+    if not cases:
+        raise SystemExit(f"this bundle has no variant of {OP}")
+    print(f"{2 * len(cases)} calls, all as the oracle has them")
 
 
 if __name__ == "__main__":
