@@ -9,7 +9,15 @@ from typing import Any, NoReturn
 
 import click
 
-from kernseal.export import commands_build, commands_cache, commands_gate, commands_share, commands_trust, run
+from kernseal.export import (
+    commands_build,
+    commands_cache,
+    commands_gate,
+    commands_report,
+    commands_share,
+    commands_trust,
+    run,
+)
 from kernseal.loader.errors import KernsealError
 
 EXIT_CODES = """\b
@@ -81,6 +89,7 @@ for _command in (
     commands_gate.gate,
     commands_build.list_variants,
     commands_build.inspect,
+    commands_report.report,
     commands_trust.keygen,
     commands_trust.sign,
     commands_share.wheel,

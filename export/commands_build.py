@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ def kernel_rows(folder: Path) -> list[tuple[object, ...]]:
 def _numbers(kernel: Mapping[str, Any]) -> tuple[object, ...]:
     smem = f"{kernel['static_smem']}+{kernel['dynamic_smem']}"
     ctas = "?" if kernel["ctas_per_sm"] is None else kernel["ctas_per_sm"]
-    return short_entry(kernel["entry"]), kernel["registers"], kernel["spill_bytes"], smem, ctas
+    return output.short_entry(kernel["entry"]), kernel["registers"], kernel["spill_bytes"], smem, ctas
 
 
 def kernels_with_occupancy(folder: Path) -> list[dict[str, Any]]:
@@ -57,12 +56,6 @@ def _with_occupancy(arch: str, kernel: Mapping[str, Any], cubin: bytes) -> dict[
 
     fits = occupancy.of_kernel(arch, kernel, cubin)
     return {**kernel, "ctas_per_sm": None if fits is None else fits.ctas}
-
-
-def short_entry(entry: str) -> str:
-    """CuTe names a kernel after its class and then every type of its signature; people want the class."""
-    match = re.search(r"([A-Za-z0-9]+)_object_at", entry)
-    return match.group(1) if match else entry
 
 
 @click.command()

@@ -147,15 +147,16 @@ def compare(made: Plan, pinned: Mapping[str, Any], now: Mapping[str, Any], parti
     for key in sorted(before.keys() | after.keys()):
         if partial and key not in after:
             continue
-        moves += _variant_moves(key, before.get(key), after.get(key), _causes(key, pinned, now))
+        moves += variant_moves(key, before.get(key), after.get(key), _causes(key, pinned, now))
     if not partial:
         moves += _file_moves(pinned, now, moves)
     return moves
 
 
-def _variant_moves(
+def variant_moves(
     key: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, causes: Sequence[str]
 ) -> list[Move]:
+    """How one variant's entry in a lock differs from another one's; ``causes`` are the inputs that moved."""
     if before is None or after is None:
         entry = after or before or {}
         what = "added" if before is None else "removed"

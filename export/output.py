@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,12 @@ def targets(sm: str, retarget: str | None = None, host: str = "linux-x86_64") ->
 def size(number: int) -> str:
     """Bytes for people."""
     return f"{number:,}"
+
+
+def short_entry(entry: str) -> str:
+    """CuTe names a kernel after its class and then every type of its signature; people want the class."""
+    match = re.search(r"([A-Za-z0-9]+)_object_at", entry)
+    return match.group(1) if match else entry
 
 
 def folder(path: Path) -> str:

@@ -34,6 +34,7 @@ def test_the_commands_are_those_that_are_documented() -> None:
                 "gate",
                 "list",
                 "inspect",
+                "report",
                 "keygen",
                 "sign",
                 "doctor",
