@@ -71,7 +71,7 @@ def compile_all(
     with client, client.as_current():
         if not client.scheduler_info(n_workers=-1)["workers"]:
             raise InvalidArgument(
-                f"--scheduler {scheduler!r}: the cluster has no worker; start some, see docs/farm.md"
+                f"--scheduler {scheduler!r}: the cluster has no worker; start some, see docs/building.md"
             )
         return _compile(client, target, missing, trees, report)
 
