@@ -186,3 +186,5 @@ def test_the_kernels_are_those_of_flashinfers_jit(
     assert set(ours) == {"main", "reduction"}
     assert math.prod(len(text) for text in ours.values()) > 10**8
     assert ours == theirs
+    assert re.search(r"tcgen05\.mma", ours["main"]) and "griddepcontrol.wait" in ours["main"]
+    assert "griddepcontrol.wait" in ours["reduction"]
