@@ -958,15 +958,14 @@ KSEAL_API kseal_status kseal_paged_mqa_schedule_release(kseal_paged_mqa_schedule
  * min(block_topk, bound) entries of its row of block_indices, and the tail is block bound (with count_current,
  * the block of p where that is not complete; without, always).
  * The entries that count must be distinct and in 0 .. bound - 1; their order does not matter, and later ones
- * are never read. One that is out of range selects nothing.
+ * are never read.
  * o = out_scale * softmax(scale * q K^T) V over those positions, for each query head h with the K and V of head
  * h // heads_per_kv.
  * Position j of request b is row j % page_size of page block_table[b, j // page_size].
  * config.grouped = 0: routes have one token, and the kernel reads block_indices, block_table, token_to_request
  * and query_positions itself. config.grouped = 1: routes have up to 8 tokens, and the kernel reads what
  * kseal_qsa_metadata_run wrote before it on the same stream: page_indices, memberships and kv_lens.
- * A token whose request or position is out of range is one that no request has: its rows of o are written, with
- * numbers that mean nothing.
+ * A token whose request or position is out of range is one that no request has: its rows of o mean nothing.
  * The cache must not hold NaN or infinities in rows of an allocated page past a request's length: they are read
  * with its last block and multiplied with zero.
  * tile_q, splits, persistent and flat_kv_heads change speed alone. Any variant with tile_q >= group *
