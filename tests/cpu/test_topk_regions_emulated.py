@@ -1,7 +1,7 @@
 """The patched kernels of top-k, run on the CPU as the library launches them: what they write is what the oracle says.
 
-Every thread of every block runs, in an order that no GPU has; blocks of a group run at once and wait for one another. It shows
-that the patches compute what they should and that the waiting ends, not what a GPU's memory model allows.
+Every thread of every block runs, in an order that no GPU has; blocks of a group run at once and wait for one another. That
+shows that the patches compute what they should and that the waiting ends, not what the memory model of a GPU allows.
 """
 
 from __future__ import annotations

@@ -118,7 +118,9 @@ def rows_of(bundle: Path, work: Path) -> Iterator[Row]:
         raise SystemExit(f"{bundle}: is for {statement.target}; upstream's sources have no such tiles")
     for kernel, cubin in kernels:
         op = spec.load_op(paths.kernels() / kernel.op)
-        if upstream.class_of(op, kernel.record["axes"], statement.sm)["front_end"] != "nvrtc":
+        cls = upstream.class_of(op, kernel.record["axes"], statement.sm)
+        # A header is compiled as a part of many programs, none of which is the one that our patches make of it.
+        if cls["front_end"] != "nvrtc" or not cls["module"].endswith(".cu"):
             continue
         upstream.unpack(op, work / op.name)
         theirs = upstream.compile_kernel(op, kernel.record["axes"], statement.sm, work / op.name)
