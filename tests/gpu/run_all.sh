@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Everything that needs the GPU, in order: tests, compute-sanitizer, benchmark. Reports go to $OUT, or build/gpu.
-# Steps can be named: run_all.sh [tests] [sanitizer] [sanitizer_xqa] [sanitizer_mla] [sanitizer_cp] [bench] [bench_xqa] [bench_cp]. KERNSEAL_COMMIT and KERNSEAL_DIRTY=0|1 say what is being
-# measured where there is no git; KERNSEAL_TRUST_KEY names a public key to trust besides the committed pins.
+# Steps can be named, each is a function run_STEP below: run_all.sh tests sanitizer_xqa. KERNSEAL_COMMIT and KERNSEAL_DIRTY=0|1 say what is
+# being measured where there is no git; KERNSEAL_TRUST_KEY names a public key to trust besides the committed pins.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 out=${OUT:-build/gpu}
 mkdir -p "$out"
 python=${PYTHON:-python3}
 export PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-steps=${*:-tests sanitizer sanitizer_xqa sanitizer_mla sanitizer_cp bench bench_xqa bench_cp}
+sanitizers="sanitizer sanitizer_xqa sanitizer_mla sanitizer_cp sanitizer_gdn_decode sanitizer_ragged sanitizer_mqa sanitizer_topk"
+steps=${*:-tests $sanitizers bench bench_xqa bench_cp}
 failed=0
 
 run_tests() {
@@ -47,6 +48,16 @@ run_sanitizer_xqa() { sanitize sanitizer_xqa gpu.sanitize_xqa sm90 sm120_on_sm90
 run_sanitizer_mla() { sanitize sanitizer_mla gpu.sanitize_xqa_mla sm120_on_sm90 sm120_on_sm90_more; }
 
 run_sanitizer_cp() { sanitize sanitizer_cp gpu.sanitize_gdn_cp sm90 sm120_on_sm90 sm90_more sm120_on_sm90_more; }
+
+ALL_BUNDLES="sm90 sm120_on_sm90 sm90_more sm120_on_sm90_more"
+
+run_sanitizer_gdn_decode() { sanitize sanitizer_gdn_decode gpu.sanitize_gdn_decode $ALL_BUNDLES; }
+
+run_sanitizer_ragged() { sanitize sanitizer_ragged gpu.sanitize_ragged_prefill $ALL_BUNDLES; }
+
+run_sanitizer_mqa() { sanitize sanitizer_mqa gpu.sanitize_paged_mqa sm90 sm120_on_sm90; }
+
+run_sanitizer_topk() { sanitize sanitizer_topk gpu.sanitize_topk_regions sm90 sm120_on_sm90; }
 
 run_bench_cp() {
     "$python" -m gpu.bench_gdn_prefill_cp --json "$out/bench_cp.json" ${BENCH_ARGS:-} 2>&1 | tee "$out/bench_cp.log"
