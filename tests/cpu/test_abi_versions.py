@@ -9,24 +9,49 @@ from typing import Any
 
 import cffi
 import pytest
-from cpu.fake_driver import gdn_decode, xqa, xqa_mla
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.native import STRICT, ZIG, compile_c
 from cpu.later_abi import ROOT, append_fields, copy_of, regenerate
 from cpu.test_abi_c import C, records
 
 from kernseal.abi import library, model
+from kernseal.abi.library import MAX_KERNELS, KernelRecord, VariantRecord
+from kernseal.export import spec
 from kernseal.loader import library as loader_library
 from kernseal.loader.errors import AbiMismatch
 
 ABI = model.load()
 STRUCTS = [struct.name for struct in ABI.all_structs]
 STRUCT_END = 4096
-OTHERS = {
-    gdn_decode.OP: gdn_decode.record(gdn_decode.axes_of(), b"image of gdn_decode, long enough to read"),
-    xqa.OP: xqa.record(xqa.axes_of(), "sm_90a", b"image of xqa_decode, long enough to read"),
-    xqa_mla.OP: xqa_mla.record(xqa_mla.axes_of(), b"image of xqa_mla, long enough to read"),
-}
+
+
+def made_up(op: spec.Op) -> VariantRecord:
+    """The variant at the op's defaults, of a class of whatever SM, with kernels that nobody launches here."""
+    image = f"image of {op.name}, long enough to read".encode()
+    axes = op.data["defaults"]
+    sm = next(
+        cls["sms"][0] for cls in op.data["classes"].values() if op.class_for(spec.Target(cls["sms"][0]), axes)
+    )
+    variant = op.variant(spec.Target(sm), axes)
+    kernels = tuple(KernelRecord(f"kernel{i}", 0, 0, 0, 0) for i in range(MAX_KERNELS))
+    digest = hashlib.sha256(image).hexdigest()
+    file = f"cubin/{variant.key}.cubin"
+    return VariantRecord(
+        op.name,
+        variant.id,
+        variant.class_name,
+        dict(axes),
+        kernels,
+        file,
+        len(image),
+        digest,
+        "inspected",
+        None,
+        None,
+    )
+
+
+OTHERS = {op.name: made_up(op) for op in spec.load_ops() if op.name != "gdn_prefill"}
 
 
 def build(root: Path, folder: Path) -> Path:
