@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 from .bundle import Bundle
 from .errors import NotPrepared, Unsupported
 from .op import Op, load_spec
+
+Wanted = TypeVar("Wanted", bound=Hashable)
 
 
 class Served:
@@ -19,7 +21,7 @@ class Served:
         bundle: the open bundle.
         device: the ordinal.
         at_least: weakest evidence of a variant that may serve, or None for any; see ``Bundle.prepare``.
-        ops: for each op what its callers have prepared, under keys of their own: the look-up that a call pays for.
+        ops: for each op what its callers have prepared, under keys of their own; see ``ready``.
     """
 
     def __init__(self, bundle: Bundle, device: int, at_least: str | None = None) -> None:
@@ -32,6 +34,19 @@ class Served:
     def sm(self) -> str:
         """The SM whose kernels these are, also where they were rebuilt for another one."""
         return self.bundle.statement.sm
+
+    def ready(self, op: str, wanted: Wanted, prepare: Callable[[Served, Wanted], Op]) -> Op:
+        """The variant for what a call wants: ``prepare`` makes it at its first use, and then a call pays for this look-up.
+
+        Args:
+            op: its name.
+            wanted: what decides the variant, in the op's own words.
+            prepare: calls ``Served.prepare`` with the axes that ``wanted`` stands for.
+        """
+        found = self.ops[op].get(wanted)
+        if found is None:
+            found = self.ops[op][wanted] = prepare(self, wanted)
+        return found
 
     def prepare(self, op: str, **axes: Any) -> Op:
         """As ``Bundle.prepare`` on this device; what the bundle lacks is reported with the command that builds it.

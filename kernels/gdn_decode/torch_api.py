@@ -12,8 +12,9 @@ Every call that upstream serves and this does not raises an error of ``kernseal.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,20 +33,11 @@ _INDEX_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
 _D = 128
 
 
-def prepare(device: int | None = None, **axes: Any) -> Op:
-    """Prepare a variant ahead of the first call, for instance before a graph is captured.
+prepare = functools.partial(serving.prepare, "gdn_decode")
+"""Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``.
 
-    Calls choose among variants by batch size, see ``kernels/gdn_decode/rule.py``: prepare each that may come.
-
-    Args:
-        device: the ordinal; None is torch's current device.
-        axes: as for ``Bundle.prepare``.
-
-    Raises:
-        NotPrepared: no bundle serves the device.
-        KernsealError: see ``Bundle.prepare``.
-    """
-    return serving.prepare("gdn_decode", device, **axes)
+Calls choose among variants by batch size, see ``kernels/gdn_decode/rule.py``: prepare each that may come.
+"""
 
 
 def gated_delta_rule_decode_pretranspose(
@@ -117,9 +109,7 @@ def gated_delta_rule_decode_pretranspose(
         intermediate_states_buffer is not None,
         not disable_state_update,
     )
-    op = served.ops["gdn_decode"].get(wanted)
-    if op is None:
-        op = served.ops["gdn_decode"][wanted] = _prepare(served, wanted)
+    op = served.ready("gdn_decode", wanted, _prepare)
     if output is None:
         output = torch.empty((batch, tokens, hv, _D), dtype=torch.bfloat16, device=q.device)
     heads, gates = (batch, tokens, hv, _D), (batch, tokens, hv)

@@ -12,9 +12,9 @@ Every call that upstream serves and this does not raises an error of ``kernseal.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from kernseal.loader import serving
 from kernseal.loader.addresses import dtype_name
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
-from kernseal.loader.serving import served_by, use_bundle
+from kernseal.loader.serving import Served, served_by, use_bundle
 
 __all__ = ["REPLACES", "chunk_gated_delta_rule", "prepare", "use_bundle"]
 
@@ -31,18 +31,8 @@ _STATE_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _INDEX_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
 
 
-def prepare(device: int | None = None, **axes: Any) -> Op:
-    """Prepare a variant ahead of the first call, for instance before a graph is captured.
-
-    Args:
-        device: the ordinal; None is torch's current device.
-        axes: as for ``Bundle.prepare``.
-
-    Raises:
-        NotPrepared: no bundle serves the device.
-        KernsealError: see ``Bundle.prepare``.
-    """
-    return serving.prepare("gdn_prefill", device, **axes)
+prepare = functools.partial(serving.prepare, "gdn_prefill")
+"""Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 
 
 def chunk_gated_delta_rule(
@@ -137,20 +127,18 @@ def chunk_gated_delta_rule(
         else:
             ends = state_indices, output_state_indices
             states = _pooled(initial_state, output_state, *ends, cu_seqlens.dtype)
-        op = _op(
-            q.get_device(),
-            {
-                "dtype": dtype_name(_DTYPES, "q", q.dtype),
-                "state_dtype": dtype_name(_STATE_DTYPES, "state", states.final.dtype),
-                "state_layout": "hkv" if states.transposed else "hvk",
-                "index_dtype": dtype_name(_INDEX_DTYPES, "cu_seqlens", cu_seqlens.dtype),
-                "initial_state": states.initial is not None,
-                "pooled": states.read_rows is not None,
-                "alpha": g is not None,
-                "beta": beta is not None,
-                "checkpoints": checkpoint_every_n_tokens > 0,
-            },
+        wanted = _Wanted(
+            dtype=dtype_name(_DTYPES, "q", q.dtype),
+            state_dtype=dtype_name(_STATE_DTYPES, "state", states.final.dtype),
+            state_layout="hkv" if states.transposed else "hvk",
+            index_dtype=dtype_name(_INDEX_DTYPES, "cu_seqlens", cu_seqlens.dtype),
+            initial_state=states.initial is not None,
+            pooled=states.read_rows is not None,
+            alpha=g is not None,
+            beta=beta is not None,
+            checkpoints=checkpoint_every_n_tokens > 0,
         )
+        op = served_by(q.get_device()).ready("gdn_prefill", wanted, _prepare)
         if output is None:
             output = torch.empty((q.shape[0], heads, q.shape[2]), dtype=q.dtype, device=q.device)
         op.run(
@@ -186,6 +174,24 @@ def _refuse(**asked: tuple[bool, str]) -> None:
     for name, (given, instead) in asked.items():
         if given:
             raise Unsupported(f"{name}: not supported; {instead}")
+
+
+class _Wanted(NamedTuple):
+    """What decides the variant: the axes of ``kernel.yaml``, by name."""
+
+    dtype: str
+    state_dtype: str
+    state_layout: str
+    index_dtype: str
+    initial_state: bool
+    pooled: bool
+    alpha: bool
+    beta: bool
+    checkpoints: bool
+
+
+def _prepare(served: Served, wanted: _Wanted) -> Op:
+    return served.prepare("gdn_prefill", **wanted._asdict())
 
 
 class _States(NamedTuple):
@@ -271,12 +277,3 @@ def _workspace(
         num_seqs=cu_seqlens.shape[0] - 1,
     )
     return torch.empty(size, dtype=torch.uint8, device=q.device)
-
-
-def _op(device: int, axes: Mapping[str, Any]) -> Op:
-    served = served_by(device)
-    ops, key = served.ops["gdn_prefill"], tuple(axes.values())
-    op = ops.get(key)
-    if op is None:
-        op = ops[key] = served.prepare("gdn_prefill", **axes)
-    return op

@@ -12,7 +12,8 @@ Every call that upstream serves and this does not raises an error of ``kernseal.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from kernseal.loader import serving
 from kernseal.loader.addresses import dtype_name
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
-from kernseal.loader.serving import served_by, use_bundle
+from kernseal.loader.serving import Served, served_by, use_bundle
 
 __all__ = ["REPLACES", "cp_delta_rule", "prepare", "should_use_cp", "use_bundle"]
 
@@ -44,18 +45,8 @@ def should_use_cp(parallel_work: int, num_sms: int, device_name: str) -> bool:
     return parallel_work * share < num_sms
 
 
-def prepare(device: int | None = None, **axes: Any) -> Op:
-    """Prepare a variant ahead of the first call, for instance before a graph is captured.
-
-    Args:
-        device: the ordinal; None is torch's current device.
-        axes: as for ``Bundle.prepare``.
-
-    Raises:
-        NotPrepared: no bundle serves the device.
-        KernsealError: see ``Bundle.prepare``.
-    """
-    return serving.prepare("gdn_prefill_cp", device, **axes)
+prepare = functools.partial(serving.prepare, "gdn_prefill_cp")
+"""Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 
 
 def cp_delta_rule(
@@ -117,8 +108,7 @@ def cp_delta_rule(
         made = _states(
             initial_state, state, state_indices, (num_seqs, o.shape[1], q.shape[2], q.shape[2]), cu_seqlens
         )
-        op = _op(
-            q.get_device(),
+        wanted = _Wanted(
             dtype=dtype_name(_DTYPES, "q", q.dtype),
             state_dtype=dtype_name(_STATE_DTYPES, "state", made.final.dtype),
             state_layout="hkv" if made.transposed else "hvk",
@@ -127,6 +117,7 @@ def cp_delta_rule(
             pooled=made.read_rows is not None,
             checkpoints=checkpoint_every_n_tokens > 0,
         )
+        op = served_by(q.get_device()).ready("gdn_prefill_cp", wanted, _prepare)
         cut = {"max_seqlen": max_seqlen or 0, "chunk_len": cp_chunk_len or 0}
         op.run(
             q=q,
@@ -155,6 +146,22 @@ REPLACES = {
     for sm in ("sm90", "sm120")
 }
 """What stands where in FlashInfer; see ``kernseal.loader.flashinfer``."""
+
+
+class _Wanted(NamedTuple):
+    """What decides the variant: the axes of ``kernel.yaml``, by name."""
+
+    dtype: str
+    state_dtype: str
+    state_layout: str
+    index_dtype: str
+    initial_state: bool
+    pooled: bool
+    checkpoints: bool
+
+
+def _prepare(served: Served, wanted: _Wanted) -> Op:
+    return served.prepare("gdn_prefill_cp", **wanted._asdict())
 
 
 class _States(NamedTuple):
@@ -219,12 +226,3 @@ def _workspace(
         **cut,
     )
     return torch.empty(size, dtype=torch.uint8, device=q.device)
-
-
-def _op(device: int, **axes: Any) -> Op:
-    served = served_by(device)
-    ops, key = served.ops["gdn_prefill_cp"], tuple(axes.values())
-    op = ops.get(key)
-    if op is None:
-        op = ops[key] = served.prepare("gdn_prefill_cp", **axes)
-    return op

@@ -10,8 +10,9 @@ Every call that upstream serves and this does not raises an error of ``kernseal.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -46,18 +47,8 @@ _AHEAD_PAGES, _AHEAD_NEXT_N = (32, 64, 128), (1, 2, 3, 4)
 _AHEAD_DTYPES = {"fp8": (torch.float32,), "fp4": (torch.bfloat16, torch.float32)}
 
 
-def prepare(device: int | None = None, **axes: Any) -> Op:
-    """Prepare a variant ahead of the first call, for instance before a graph is captured.
-
-    Args:
-        device: the ordinal; None is torch's current device.
-        axes: as for ``Bundle.prepare``.
-
-    Raises:
-        NotPrepared: no bundle serves the device.
-        KernsealError: see ``Bundle.prepare``.
-    """
-    return serving.prepare("paged_mqa_logits", device, **axes)
+prepare = functools.partial(serving.prepare, "paged_mqa_logits")
+"""Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 
 
 def fp8_paged_mqa_logits(
@@ -172,7 +163,7 @@ def precompile_paged_mqa_logits(
             for page_size in _AHEAD_PAGES:
                 for next_n in _AHEAD_NEXT_N:
                     wanted = _Wanted(kv_dtype, name, "f32", "f32", 64, 128, next_n, page_size, False)
-                    _op(served, wanted)
+                    served.ready("paged_mqa_logits", wanted, _prepare)
 
 
 REPLACES = {
@@ -218,12 +209,8 @@ class _Wanted(NamedTuple):
     interleaved: bool
 
 
-def _op(served: Served, wanted: _Wanted) -> Op:
-    ops = served.ops["paged_mqa_logits"]
-    op = ops.get(wanted)
-    if op is None:
-        op = ops[wanted] = served.prepare("paged_mqa_logits", **wanted._asdict())
-    return op
+def _prepare(served: Served, wanted: _Wanted) -> Op:
+    return served.prepare("paged_mqa_logits", **wanted._asdict())
 
 
 def _logits(
@@ -253,7 +240,7 @@ def _logits(
         interleaved,
     )
     kv, kv_stride = _pool(given.kv_fused, row_bytes + _SCALE_BYTES, device)
-    op, rows = _op(served, wanted), batch_size * next_n
+    op, rows = served.ready("paged_mqa_logits", wanted, _prepare), batch_size * next_n
     logits = _output(given, rows, output_dtype)
     stride = schedules.length_stride(seq_lens)
     if seq_lens.shape[0] != batch_size:

@@ -10,7 +10,7 @@ Every call that upstream serves and this does not raises an error of ``kernseal.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 
@@ -18,7 +18,7 @@ from kernseal.loader import addresses, serving
 from kernseal.loader.addresses import check_dtype, dense, launch_on, on_device
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
-from kernseal.loader.serving import served_by, use_bundle
+from kernseal.loader.serving import Served, served_by, use_bundle
 
 __all__ = ["REPLACES", "compute_paged_mqa_logits_schedule", "launch", "prepare", "use_bundle"]
 
@@ -27,18 +27,8 @@ _VARIANTS = ("fp8", "fp4")
 _MAX_FP4_NEXT_N, _MAX_FP4_ATOM = 4, 3
 
 
-def prepare(device: int | None = None, **axes: Any) -> Op:
-    """Prepare a variant ahead of the first call, for instance before a graph is captured.
-
-    Args:
-        device: the ordinal; None is torch's current device.
-        axes: as for ``Bundle.prepare``.
-
-    Raises:
-        NotPrepared: no bundle serves the device.
-        KernsealError: see ``Bundle.prepare``.
-    """
-    return serving.prepare("paged_mqa_schedule", device, **axes)
+prepare = functools.partial(serving.prepare, "paged_mqa_schedule")
+"""Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 
 
 def atoms_of(variant: str, next_n: int) -> int:
@@ -103,9 +93,7 @@ def launch(seq_lens: torch.Tensor, schedule: torch.Tensor, atoms: int) -> None:
     """Compute a schedule of rows of ``atoms`` a sequence into ``schedule``, for the CTAs that it has room for."""
     device = seq_lens.get_device()
     served = served_by(device)
-    op = served.ops["paged_mqa_schedule"].get(atoms)
-    if op is None:
-        op = served.ops["paged_mqa_schedule"][atoms] = served.prepare("paged_mqa_schedule", atoms=atoms)
+    op = served.ready("paged_mqa_schedule", atoms, _prepare)
     if schedule.ndim != 2 or schedule.shape[0] < 2 or schedule.shape[1] != 2:
         raise InvalidArgument(f"out: shape {tuple(schedule.shape)}; expected [CTAs + 1, 2]")
     run = {
@@ -117,6 +105,10 @@ def launch(seq_lens: torch.Tensor, schedule: torch.Tensor, atoms: int) -> None:
         "stream": torch.cuda.current_stream(device).cuda_stream,
     }
     launch_on(device, op, run)
+
+
+def _prepare(served: Served, atoms: int) -> Op:
+    return served.prepare("paged_mqa_schedule", atoms=atoms)
 
 
 def length_stride(seq_lens: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from kernseal.loader import serving
 from kernseal.loader.addresses import check_dtype, dense, dtype_name, launch_on, memory, on_device
 from kernseal.loader.errors import InvalidArgument, NotPrepared, Unsupported
 from kernseal.loader.op import Op
-from kernseal.loader.serving import served_by, use_bundle
+from kernseal.loader.serving import Served, served_by, use_bundle
 
 __all__ = ["REPLACES", "BatchPrefillWithRaggedKVCacheWrapper", "prepare", "use_bundle"]
 
@@ -35,18 +35,8 @@ _NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.fl
 _F32 = (torch.float32,)
 
 
-def prepare(device: int | None = None, **axes: Any) -> Op:
-    """Prepare a variant ahead of the first plan, for instance at start.
-
-    Args:
-        device: the ordinal; None is torch's current device.
-        axes: as for ``Bundle.prepare``.
-
-    Raises:
-        NotPrepared: no bundle serves the device.
-        KernsealError: see ``Bundle.prepare``.
-    """
-    return serving.prepare(OP, device, **axes)
+prepare = functools.partial(serving.prepare, OP)
+"""Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +191,8 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             if fixed_split_size is None or fixed_split_size <= 0
             else fixed_split_size
         )
-        op = _prepared(self._ordinal, dtype, head_dim_qk, head_dim_vo, causal)
+        wanted = _Wanted(dtype, head_dim_qk, head_dim_vo, bool(causal))
+        op = served_by(self._ordinal).ready(OP, wanted, _prepare)
         fields = {
             "num_q_heads": num_qo_heads,
             "num_kv_heads": num_kv_heads,
@@ -373,14 +364,17 @@ def _ends(name: str, given: torch.Tensor, on_host: torch.Tensor | None) -> torch
     return read.cpu().contiguous()
 
 
-def _prepared(device: int, dtype: torch.dtype, head_dim: int, v_dim: int, causal: bool) -> Op:
-    served = served_by(device)
-    wanted = (dtype, head_dim, v_dim, causal)
-    op = served.ops[OP].get(wanted)
-    if op is None:
-        axes = {"dtype": _DTYPES[dtype], "head_dim": head_dim, "v_dim": v_dim, "causal": bool(causal)}
-        op = served.ops[OP][wanted] = served.prepare(OP, **axes)
-    return op
+class _Wanted(NamedTuple):
+    """What decides the variant."""
+
+    dtype: torch.dtype
+    head_dim: int
+    v_dim: int
+    causal: bool
+
+
+def _prepare(served: Served, wanted: _Wanted) -> Op:
+    return served.prepare(OP, **{**wanted._asdict(), "dtype": _DTYPES[wanted.dtype]})
 
 
 def _operand(

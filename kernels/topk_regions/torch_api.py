@@ -10,7 +10,8 @@ Every call that upstream serves and this does not raises an error of ``kernseal.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +27,7 @@ from kernseal.loader.addresses import (
 )
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
-from kernseal.loader.serving import served_by, use_bundle
+from kernseal.loader.serving import Served, served_by, use_bundle
 
 __all__ = [
     "REPLACES",
@@ -43,18 +44,8 @@ _SEMAPHORES_BYTES = 1 << 20
 """More than any launch needs on a device of up to 400 multiprocessors, so that its size need not be asked for."""
 
 
-def prepare(device: int | None = None, **axes: Any) -> Op:
-    """Prepare a variant ahead of the first call, for instance before a graph is captured.
-
-    Args:
-        device: the ordinal; None is torch's current device.
-        axes: as for ``Bundle.prepare``.
-
-    Raises:
-        NotPrepared: no bundle serves the device.
-        KernsealError: see ``Bundle.prepare``.
-    """
-    return serving.prepare("topk_regions", device, **axes)
+prepare = functools.partial(serving.prepare, "topk_regions")
+"""Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 
 
 def top_k(
@@ -211,6 +202,11 @@ class _Wanted(NamedTuple):
     deterministic: bool
 
 
+def _prepare(served: Served, wanted: _Wanted) -> Op:
+    dtype = dtype_name(_DTYPES, "input", wanted.dtype)
+    return served.prepare("topk_regions", **{**wanted._asdict(), "dtype": dtype})
+
+
 _NOTHING = dict.fromkeys(
     (
         *("page_size", "num_requests", "max_pages", "page_table_stride", "lengths", "row_starts", "offsets"),
@@ -228,13 +224,7 @@ def _launch(
     served = served_by(device)
     if tie_break != 0:
         raise Unsupported(f"tie_break is {int(tie_break)}; supported is 0, no preference by index")
-    op = served.ops["topk_regions"].get(wanted)
-    if op is None:
-        dtype = dtype_name(_DTYPES, "input", wanted.dtype)
-        op = served.prepare(
-            "topk_regions", dtype=dtype, paged=wanted.paged, deterministic=wanted.deterministic
-        )
-        served.ops["topk_regions"][wanted] = op
+    op = served.ready("topk_regions", wanted, _prepare)
     address, row_stride = _rows("input", scores, device)
     rows, max_len = scores.shape
     stream = torch.cuda.current_stream(device).cuda_stream

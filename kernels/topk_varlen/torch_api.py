@@ -10,6 +10,7 @@ Every call that upstream serves and this does not raises an error of ``kernseal.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from kernseal.loader import serving
 from kernseal.loader.addresses import dense, dtype_name, launch_on, on_device, semaphores
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
-from kernseal.loader.serving import served_by, use_bundle
+from kernseal.loader.serving import Served, served_by, use_bundle
 
 __all__ = ["REPLACES", "prepare", "top_k_varlen", "use_bundle"]
 
@@ -29,18 +30,8 @@ _SEMAPHORES_BYTES = 1 << 20
 """More than any launch needs on a device of up to 600 multiprocessors, so that its size need not be asked for."""
 
 
-def prepare(device: int | None = None, **axes: Any) -> Op:
-    """Prepare a variant ahead of the first call, for instance before a graph is captured.
-
-    Args:
-        device: the ordinal; None is torch's current device.
-        axes: as for ``Bundle.prepare``.
-
-    Raises:
-        NotPrepared: no bundle serves the device.
-        KernsealError: see ``Bundle.prepare``.
-    """
-    return serving.prepare("topk_varlen", device, **axes)
+prepare = functools.partial(serving.prepare, "topk_varlen")
+"""Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 
 
 def top_k_varlen(
@@ -108,12 +99,7 @@ def top_k_varlen(
     if (column != 1 and max_len > 1) or (row_stride < max_len and rows > 1):
         raise InvalidArgument(f"logits: strides {logits.stride()}; rows must be dense and not overlap")
     wanted = _Wanted(logits.dtype, return_values)
-    op = served.ops["topk_varlen"].get(wanted)
-    if op is None:
-        dtype = dtype_name(_DTYPES, "logits", wanted.dtype)
-        op = served.ops["topk_varlen"][wanted] = served.prepare(
-            "topk_varlen", dtype=dtype, values=return_values
-        )
+    op = served.ready("topk_varlen", wanted, _prepare)
     indices = _output(out_indices, logits, torch.int32, top_k)
     values = _output(out_values, logits, logits.dtype, top_k) if return_values else None
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -148,6 +134,11 @@ class _Wanted(NamedTuple):
 
     dtype: torch.dtype
     values: bool
+
+
+def _prepare(served: Served, wanted: _Wanted) -> Op:
+    dtype = dtype_name(_DTYPES, "logits", wanted.dtype)
+    return served.prepare("topk_varlen", dtype=dtype, values=wanted.values)
 
 
 def _output(given: torch.Tensor | None, logits: torch.Tensor, dtype: torch.dtype, top_k: int) -> torch.Tensor:

@@ -10,9 +10,10 @@ Every call that upstream serves and this does not raises an error of ``kernseal.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -50,18 +51,8 @@ _FP8_MATH_SM = "sm_90a"
 _FP8_MATH_HEAD_DIM = 256
 
 
-def prepare(device: int | None = None, **axes: Any) -> Op:
-    """Prepare a variant ahead of the first call, for instance before a graph is captured.
-
-    Args:
-        device: the ordinal; None is torch's current device.
-        axes: as for ``Bundle.prepare``.
-
-    Raises:
-        NotPrepared: no bundle serves the device.
-        KernsealError: see ``Bundle.prepare``.
-    """
-    return serving.prepare("xqa_decode", device, **axes)
+prepare = functools.partial(serving.prepare, "xqa_decode")
+"""Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 
 
 def xqa(
@@ -152,9 +143,7 @@ def xqa(
         drafts,
         fp8_math,
     )
-    op = served.ops["xqa_decode"].get(wanted)
-    if op is None:
-        op = served.ops["xqa_decode"][wanted] = _prepare(served, wanted)
+    op = served.ready("xqa_decode", wanted, _prepare)
     if q_rows == 0 and ragged:
         return
     fp4 = k_cache.dtype == torch.uint8

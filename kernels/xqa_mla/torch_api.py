@@ -10,8 +10,9 @@ Every call that upstream serves and this does not raises an error of ``kernseal.
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -40,18 +41,8 @@ _LENGTHS = (torch.int32, torch.uint32)
 _HEAD_DIM, _V_DIM = 576, 512
 
 
-def prepare(device: int | None = None, **axes: Any) -> Op:
-    """Prepare a variant ahead of the first call, for instance before a graph is captured.
-
-    Args:
-        device: the ordinal; None is torch's current device.
-        axes: as for ``Bundle.prepare``.
-
-    Raises:
-        NotPrepared: no bundle serves the device.
-        KernsealError: see ``Bundle.prepare``.
-    """
-    return serving.prepare("xqa_mla", device, **axes)
+prepare = functools.partial(serving.prepare, "xqa_mla")
+"""Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 
 
 def xqa_mla(
@@ -103,9 +94,7 @@ def xqa_mla(
         raise InvalidArgument(f"q: shape {tuple(q.shape)}; expected [{batch_size}, 1, heads, {_HEAD_DIM}]")
     check_sm_count(sm_count, device)
     wanted = _Wanted(q.dtype, page_size)
-    op = served.ops["xqa_mla"].get(wanted)
-    if op is None:
-        op = served.ops["xqa_mla"][wanted] = _prepare(served, wanted)
+    op = served.ready("xqa_mla", wanted, _prepare)
     num_pages, max_pages = k_cache.shape[0], page_table.shape[-1]
     k, strides = _pool("k_cache", k_cache, q.dtype, page_size, device)
     v, v_strides = (
