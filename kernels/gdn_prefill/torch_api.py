@@ -18,6 +18,14 @@ from typing import NamedTuple
 
 import torch
 
+from kernseal.kernels.gdn_prefill.states import (
+    DTYPES,
+    INDEX_DTYPES,
+    STATE_DTYPES,
+    States,
+    same_order,
+    workspace,
+)
 from kernseal.loader import serving
 from kernseal.loader.addresses import dtype_name
 from kernseal.loader.errors import InvalidArgument, Unsupported
@@ -25,11 +33,6 @@ from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
 
 __all__ = ["REPLACES", "chunk_gated_delta_rule", "prepare", "use_bundle"]
-
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-_STATE_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_INDEX_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
-
 
 prepare = functools.partial(serving.prepare, "gdn_prefill")
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
@@ -128,10 +131,10 @@ def chunk_gated_delta_rule(
             ends = state_indices, output_state_indices
             states = _pooled(initial_state, output_state, *ends, cu_seqlens.dtype)
         wanted = _Wanted(
-            dtype=dtype_name(_DTYPES, "q", q.dtype),
-            state_dtype=dtype_name(_STATE_DTYPES, "state", states.final.dtype),
+            dtype=dtype_name(DTYPES, "q", q.dtype),
+            state_dtype=dtype_name(STATE_DTYPES, "state", states.final.dtype),
             state_layout="hkv" if states.transposed else "hvk",
-            index_dtype=dtype_name(_INDEX_DTYPES, "cu_seqlens", cu_seqlens.dtype),
+            index_dtype=dtype_name(INDEX_DTYPES, "cu_seqlens", cu_seqlens.dtype),
             initial_state=states.initial is not None,
             pooled=states.read_rows is not None,
             alpha=g is not None,
@@ -157,7 +160,7 @@ def chunk_gated_delta_rule(
             checkpoint_cu_starts=checkpoint_cu_starts,
             checkpoint_every=checkpoint_every_n_tokens,
             scale=scale or 1.0 / math.sqrt(q.shape[2]),
-            workspace=_workspace(op, q, k, v, cu_seqlens),
+            workspace=workspace(op, q, k, v, cu_seqlens),
             stream=torch.cuda.current_stream().cuda_stream,
         )
     return (output, states.logical_final) if output_final_state else output
@@ -194,33 +197,17 @@ def _prepare(served: Served, wanted: _Wanted) -> Op:
     return served.prepare("gdn_prefill", **wanted._asdict())
 
 
-class _States(NamedTuple):
-    """The states of a call in memory order: what HKV callers pass is transposed back to what is
-    contiguous."""
-
-    initial: torch.Tensor | None
-    final: torch.Tensor
-    transposed: bool
-    read_rows: torch.Tensor | None = None
-    write_rows: torch.Tensor | None = None
-
-    @property
-    def logical_final(self) -> torch.Tensor:
-        """The final state as [.., V, K]."""
-        return self.final.transpose(-1, -2) if self.transposed else self.final
-
-
 def _packed(
     initial: torch.Tensor | None, final: torch.Tensor | None, shape: tuple[int, ...], device: torch.device
-) -> _States:
-    transposed = _same_order(initial, final)
+) -> States:
+    transposed = same_order(initial, final, "output_state")
     if final is None:  # the kernel always writes it
         final = torch.empty(shape, dtype=torch.float32 if initial is None else initial.dtype, device=device)
     elif transposed:
         final = final.transpose(-1, -2)
     if initial is not None and transposed:
         initial = initial.transpose(-1, -2)
-    return _States(initial, final, transposed)
+    return States(initial, final, transposed)
 
 
 def _pooled(
@@ -229,8 +216,8 @@ def _pooled(
     read_rows: torch.Tensor,
     write_rows: torch.Tensor | None,
     index_dtype: torch.dtype,
-) -> _States:
-    transposed = _same_order(initial, final)
+) -> States:
+    transposed = same_order(initial, final, "output_state")
     read = read_rows.to(index_dtype)
     write = None if write_rows is None else write_rows.to(index_dtype)
     # The pool that is missing is replaced by the one that is there, at rows that are not read or not written.
@@ -242,38 +229,4 @@ def _pooled(
     source, target = pools[0], pools[-1]
     if transposed:
         source, target = source.transpose(-1, -2), target.transpose(-1, -2)
-    return _States(source, target, transposed, read, write)
-
-
-def _same_order(initial: torch.Tensor | None, final: torch.Tensor | None) -> bool:
-    """Whether the states that are given are the transposed views of [.., K, V] memory."""
-    orders = {
-        _transposed(n, t) for n, t in (("initial_state", initial), ("output_state", final)) if t is not None
-    }
-    if len(orders) > 1:
-        raise Unsupported("output_state: its memory order must be that of initial_state")
-    return orders == {True}
-
-
-def _transposed(name: str, state: torch.Tensor) -> bool:
-    if state.ndim != 4:
-        raise InvalidArgument(f"{name}: shape {tuple(state.shape)}; expected [N or rows, H, V, K]")
-    if state.stride(-1) == 1:
-        return False
-    if state.stride(-2) == 1:
-        return True
-    raise Unsupported(f"{name}: strides {state.stride()}; V or K must be contiguous")
-
-
-def _workspace(
-    op: Op, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
-) -> torch.Tensor:
-    size = op.workspace_size(
-        num_q_heads=q.shape[1],
-        num_k_heads=k.shape[1],
-        num_v_heads=v.shape[1],
-        head_dim=q.shape[2],
-        total_tokens=q.shape[0],
-        num_seqs=cu_seqlens.shape[0] - 1,
-    )
-    return torch.empty(size, dtype=torch.uint8, device=q.device)
+    return States(source, target, transposed, read, write)

@@ -17,17 +17,22 @@ from typing import NamedTuple
 
 import torch
 
+from kernseal.kernels.gdn_prefill.states import (
+    DTYPES,
+    INDEX_DTYPES,
+    STATE_DTYPES,
+    States,
+    same_order,
+    workspace,
+)
 from kernseal.loader import serving
 from kernseal.loader.addresses import dtype_name
-from kernseal.loader.errors import InvalidArgument, Unsupported
+from kernseal.loader.errors import Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
 
 __all__ = ["REPLACES", "cp_delta_rule", "prepare", "should_use_cp", "use_bundle"]
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-_STATE_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_INDEX_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
 _GDDR = ("geforce", "rtx", "workstation")
 _GRANULARITY = 512
 
@@ -109,10 +114,10 @@ def cp_delta_rule(
             initial_state, state, state_indices, (num_seqs, o.shape[1], q.shape[2], q.shape[2]), cu_seqlens
         )
         wanted = _Wanted(
-            dtype=dtype_name(_DTYPES, "q", q.dtype),
-            state_dtype=dtype_name(_STATE_DTYPES, "state", made.final.dtype),
+            dtype=dtype_name(DTYPES, "q", q.dtype),
+            state_dtype=dtype_name(STATE_DTYPES, "state", made.final.dtype),
             state_layout="hkv" if made.transposed else "hvk",
-            index_dtype=dtype_name(_INDEX_DTYPES, "cu_seqlens", cu_seqlens.dtype),
+            index_dtype=dtype_name(INDEX_DTYPES, "cu_seqlens", cu_seqlens.dtype),
             initial_state=made.initial is not None,
             pooled=made.read_rows is not None,
             checkpoints=checkpoint_every_n_tokens > 0,
@@ -135,7 +140,7 @@ def cp_delta_rule(
             checkpoint_cu_starts=checkpoint_cu_starts,
             checkpoint_every=checkpoint_every_n_tokens,
             scale=scale,
-            workspace=_workspace(op, q, k, v, cu_seqlens, cut),
+            workspace=workspace(op, q, k, v, cu_seqlens, **cut),
             stream=torch.cuda.current_stream().cuda_stream,
             **cut,
         )
@@ -164,30 +169,16 @@ def _prepare(served: Served, wanted: _Wanted) -> Op:
     return served.prepare("gdn_prefill_cp", **wanted._asdict())
 
 
-class _States(NamedTuple):
-    """The states of a call in memory order."""
-
-    initial: torch.Tensor | None
-    final: torch.Tensor
-    transposed: bool
-    read_rows: torch.Tensor | None = None
-    write_rows: torch.Tensor | None = None
-
-
 def _states(
     initial: torch.Tensor | None,
     final: torch.Tensor | None,
     rows: torch.Tensor | None,
     shape: tuple[int, ...],
     cu_seqlens: torch.Tensor,
-) -> _States:
-    given = [(name, one) for name, one in (("initial_state", initial), ("state", final)) if one is not None]
-    orders = {_transposed(name, one) for name, one in given}
-    if len(orders) > 1:
-        raise Unsupported("state: its memory order must be that of initial_state")
-    if len({one.dtype for _, one in given}) > 1:
+) -> States:
+    transposed = same_order(initial, final, "state")
+    if initial is not None and final is not None and initial.dtype != final.dtype:
         raise Unsupported("state: its type must be that of initial_state")
-    transposed = orders == {True}
     if transposed:
         initial, final = (None if one is None else one.transpose(-1, -2) for one in (initial, final))
     source, target = final if initial is None else initial, initial if final is None else final
@@ -195,34 +186,9 @@ def _states(
         if final is None:  # the kernels always write it
             dtype = torch.float32 if initial is None else initial.dtype
             final = torch.empty(shape, dtype=dtype, device=cu_seqlens.device)
-        return _States(initial, final, transposed)
+        return States(initial, final, transposed)
     # The pool that is missing is replaced by the one that is there, at rows that are not read or not written.
     rows = rows.to(cu_seqlens.dtype)
     nowhere = torch.full_like(rows, -1)
     read, write = nowhere if initial is None else rows, nowhere if final is None else rows
-    return _States(source, target, transposed, read, write)
-
-
-def _transposed(name: str, state: torch.Tensor) -> bool:
-    if state.ndim != 4:
-        raise InvalidArgument(f"{name}: shape {tuple(state.shape)}; expected [N or rows, H, V, K]")
-    if state.stride(-1) == 1:
-        return False
-    if state.stride(-2) == 1:
-        return True
-    raise Unsupported(f"{name}: strides {state.stride()}; V or K must be contiguous")
-
-
-def _workspace(
-    op: Op, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, cut: dict[str, int]
-) -> torch.Tensor:
-    size = op.workspace_size(
-        num_q_heads=q.shape[1],
-        num_k_heads=k.shape[1],
-        num_v_heads=v.shape[1],
-        head_dim=q.shape[2],
-        total_tokens=q.shape[0],
-        num_seqs=cu_seqlens.shape[0] - 1,
-        **cut,
-    )
-    return torch.empty(size, dtype=torch.uint8, device=q.device)
+    return States(source, target, transposed, read, write)
