@@ -67,6 +67,22 @@ def dense(name: str, tensor: Any, dtypes: Collection[Any], count: int, device: i
     return memory(name, tensor, device)
 
 
+def matrix(name: str, tensor: Any, device: int) -> tuple[int, int]:
+    """The address of a matrix with dense rows and the distance of these.
+
+    Raises:
+        InvalidArgument: it is none, or is elsewhere.
+    """
+    if tensor.ndim != 2:
+        raise InvalidArgument(f"{name}: shape {tuple(tensor.shape)}; expected two dimensions")
+    rows, columns = tensor.shape
+    row, column = tensor.stride()
+    if (column != 1 and columns > 1) or (row < columns and rows > 1):
+        raise InvalidArgument(f"{name}: strides {tensor.stride()}; rows must be dense and not overlap")
+    # What there is only one of may have any stride.
+    return on_device(name, tensor, device), row if rows > 1 else columns
+
+
 def optional(name: str, tensor: Any | None, dtypes: Collection[Any], count: int, device: int) -> int:
     """As ``dense``; 0 for None."""
     return 0 if tensor is None else dense(name, tensor, dtypes, count, device)

@@ -32,7 +32,6 @@ _F32 = (torch.float32,)
 _INDEX_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
 _D = 128
 
-
 prepare = functools.partial(serving.prepare, "gdn_decode")
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``.
 

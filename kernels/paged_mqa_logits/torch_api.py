@@ -46,7 +46,6 @@ _UNSCHEDULED = "sm_12"  # SMs whose kernel shares out its work by itself
 _AHEAD_PAGES, _AHEAD_NEXT_N = (32, 64, 128), (1, 2, 3, 4)
 _AHEAD_DTYPES = {"fp8": (torch.float32,), "fp4": (torch.bfloat16, torch.float32)}
 
-
 prepare = functools.partial(serving.prepare, "paged_mqa_logits")
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 

@@ -26,7 +26,6 @@ _I32 = (torch.int32,)
 _VARIANTS = ("fp8", "fp4")
 _MAX_FP4_NEXT_N, _MAX_FP4_ATOM = 4, 3
 
-
 prepare = functools.partial(serving.prepare, "paged_mqa_schedule")
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 

@@ -34,7 +34,6 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
 _F32 = (torch.float32,)
 
-
 prepare = functools.partial(serving.prepare, OP)
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 

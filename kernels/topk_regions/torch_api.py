@@ -21,6 +21,7 @@ from kernseal.loader.addresses import (
     dense,
     dtype_name,
     launch_on,
+    matrix,
     on_device,
     optional,
     semaphores,
@@ -42,7 +43,6 @@ _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _I32 = (torch.int32,)
 _SEMAPHORES_BYTES = 1 << 20
 """More than any launch needs on a device of up to 400 multiprocessors, so that its size need not be asked for."""
-
 
 prepare = functools.partial(serving.prepare, "topk_regions")
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
@@ -169,7 +169,7 @@ def top_k_page_table_transform(
         "row_to_request": row_to_batch,
         "page_table_starts": page_table_row_starts,
     }
-    pages, page_table_stride = _rows("src_page_table", src_page_table, device)
+    pages, page_table_stride = matrix("src_page_table", src_page_table, device)
     check_dtype("src_page_table", src_page_table, _I32)
     _launch(
         _Wanted(input.dtype, True, deterministic),
@@ -225,7 +225,7 @@ def _launch(
     if tie_break != 0:
         raise Unsupported(f"tie_break is {int(tie_break)}; supported is 0, no preference by index")
     op = served.ready("topk_regions", wanted, _prepare)
-    address, row_stride = _rows("input", scores, device)
+    address, row_stride = matrix("input", scores, device)
     rows, max_len = scores.shape
     stream = torch.cuda.current_stream(device).cuda_stream
     zeros = semaphores("topk_regions", scores, stream, _SEMAPHORES_BYTES)
@@ -243,15 +243,3 @@ def _launch(
         "stream": stream,
     }
     launch_on(device, op, run)
-
-
-def _rows(name: str, matrix: torch.Tensor, device: int) -> tuple[int, int]:
-    """The address of a matrix and the distance of its rows."""
-    if matrix.ndim != 2:
-        raise InvalidArgument(f"{name}: shape {tuple(matrix.shape)}; expected two dimensions")
-    rows, columns = matrix.shape
-    row, column = matrix.stride()
-    if (column != 1 and columns > 1) or (row < columns and rows > 1):
-        raise InvalidArgument(f"{name}: strides {matrix.stride()}; rows must be dense and not overlap")
-    # What there is only one of may have any stride.
-    return on_device(name, matrix, device), row if rows > 1 else columns

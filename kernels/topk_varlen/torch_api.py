@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernseal.loader import serving
-from kernseal.loader.addresses import dense, dtype_name, launch_on, on_device, semaphores
+from kernseal.loader.addresses import dense, dtype_name, launch_on, matrix, semaphores
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
@@ -28,7 +28,6 @@ _I32 = (torch.int32,)
 _BACKENDS = ("auto", "radix")
 _SEMAPHORES_BYTES = 1 << 20
 """More than any launch needs on a device of up to 600 multiprocessors, so that its size need not be asked for."""
-
 
 prepare = functools.partial(serving.prepare, "topk_varlen")
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
@@ -95,9 +94,7 @@ def top_k_varlen(
             f"logits: shape {tuple(logits.shape)}; expected [{requests * next_n}, N], next_n rows a sequence"
         )
     rows, max_len = logits.shape
-    row_stride, column = logits.stride()
-    if (column != 1 and max_len > 1) or (row_stride < max_len and rows > 1):
-        raise InvalidArgument(f"logits: strides {logits.stride()}; rows must be dense and not overlap")
+    scores, row_stride = matrix("logits", logits, device)
     wanted = _Wanted(logits.dtype, return_values)
     op = served.ready("topk_varlen", wanted, _prepare)
     indices = _output(out_indices, logits, torch.int32, top_k)
@@ -109,8 +106,8 @@ def top_k_varlen(
         "compress_ratio": 1 if compress_ratio is None else compress_ratio,
         "num_requests": requests,
         "max_len": max_len,
-        "row_stride": row_stride if rows > 1 else max_len,
-        "scores": on_device("logits", logits, device),
+        "row_stride": row_stride,
+        "scores": scores,
         "seq_lens": dense("seq_lens", seq_lens, _I32, requests, device),
         "indices": dense("out_indices", indices, _I32, rows * top_k, device),
         "values": 0 if values is None else dense("out_values", values, (logits.dtype,), rows * top_k, device),

@@ -50,7 +50,6 @@ _MASK_BITS = 32
 _FP8_MATH_SM = "sm_90a"
 _FP8_MATH_HEAD_DIM = 256
 
-
 prepare = functools.partial(serving.prepare, "xqa_decode")
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 

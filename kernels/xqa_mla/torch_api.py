@@ -40,7 +40,6 @@ _I32 = (torch.int32,)
 _LENGTHS = (torch.int32, torch.uint32)
 _HEAD_DIM, _V_DIM = 576, 512
 
-
 prepare = functools.partial(serving.prepare, "xqa_mla")
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
 
