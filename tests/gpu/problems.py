@@ -70,6 +70,30 @@ class Case:
         }
 
 
+KINDS = list(
+    dict.fromkeys(
+        [
+            Case(),
+            *(
+                Case(dtype=d, state_layout=s, pooled=p)
+                for d in ("bf16", "f16")
+                for s in ("hvk", "hkv")
+                for p in (False, True)
+            ),
+            *(
+                Case(index_dtype="i32", state_layout=s, pooled=p)
+                for s in ("hvk", "hkv")
+                for p in (False, True)
+            ),
+            *(Case(initial_state=False, state_layout=s) for s in ("hvk", "hkv")),
+            *(Case(state_dtype="bf16", state_layout=s, pooled=True) for s in ("hvk", "hkv")),
+            *(Case(checkpoint_every=64, pooled=p) for p in (False, True)),
+        ]
+    )
+)
+"""Every value of every axis that both prefills have, with what it may depend on."""
+
+
 @dataclass
 class Inputs:
     """Inputs on the device. ``state`` is [N, H, V, K] of the state's type, also for cases that do not pass it."""

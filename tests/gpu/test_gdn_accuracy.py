@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from gpu.problems import (  # noqa: E402
+    KINDS,
     RAGGED,
     SCALE,
     Case,
@@ -31,26 +32,7 @@ BF16_STATE_LIMIT = 8e-3
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 2048]
 HEADS = [(16, 16, 32), (4, 4, 8), (32, 32, 32), (8, 2, 2)]
 VARIANTS = list(
-    dict.fromkeys(
-        [
-            Case(),
-            *(
-                Case(dtype=d, state_layout=s, pooled=p)
-                for d in ("bf16", "f16")
-                for s in ("hvk", "hkv")
-                for p in (False, True)
-            ),
-            *(
-                Case(index_dtype="i32", state_layout=s, pooled=p)
-                for s in ("hvk", "hkv")
-                for p in (False, True)
-            ),
-            *(Case(initial_state=False, state_layout=s) for s in ("hvk", "hkv")),
-            *(Case(state_dtype="bf16", state_layout=s, pooled=True) for s in ("hvk", "hkv")),
-            *(Case(checkpoint_every=64, pooled=p) for p in (False, True)),
-            *(Case(alpha=a, beta=b) for a in (True, False) for b in (True, False)),
-        ]
-    )
+    dict.fromkeys([*KINDS, *(Case(alpha=a, beta=b) for a in (True, False) for b in (True, False))])
 )
 TAILS = Path(__file__).with_name("expected_tails.json")
 

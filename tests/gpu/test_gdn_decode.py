@@ -15,6 +15,7 @@ from gpu.bundles import open_by_name  # noqa: E402
 from gpu.gdn_decode_problems import (  # noqa: E402
     BF16,
     INDEX,
+    OP,
     D,
     Problem,
     Runner,
@@ -25,6 +26,7 @@ from gpu.gdn_decode_problems import (  # noqa: E402
     make,
     padded,
 )
+from gpu.variants import variants_of  # noqa: E402
 
 from kernseal.kernels.gdn_decode import torch_api  # noqa: E402
 from kernseal.kernels.gdn_decode.operands import SPEC  # noqa: E402
@@ -48,10 +50,8 @@ def bundle(any_bundle: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def variants(bundle: Any) -> list[Axes]:
-    found = axes_in(bundle)
-    if not found:
-        pytest.skip("this bundle has no variant of gdn_decode")
-    return found
+    variants_of(bundle, OP)
+    return axes_in(bundle)
 
 
 def one_of_each(variants: list[Axes]) -> list[Axes]:

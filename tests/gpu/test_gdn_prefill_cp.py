@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from gpu.bundles import BUNDLES, folder, open_by_name  # noqa: E402
 from gpu.problems import (  # noqa: E402
     DTYPES,
+    KINDS,
     RAGGED,
     Case,
     Inputs,
@@ -47,27 +48,6 @@ HEADS = [(4, 4, 8), (8, 2, 2), (16, 16, 16), (8, 8, 16), (16, 16, 32), (32, 32, 
 """Each of the three fixup kernels (up to 8, up to 16, more), at its edge and inside."""
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 2048, 4097]
 LAYOUTS = pytest.mark.parametrize("layout", ["hvk", "hkv"])
-VARIANTS = list(
-    dict.fromkeys(
-        [
-            Case(),
-            *(
-                Case(dtype=d, state_layout=s, pooled=p)
-                for d in ("bf16", "f16")
-                for s in ("hvk", "hkv")
-                for p in (False, True)
-            ),
-            *(
-                Case(index_dtype="i32", state_layout=s, pooled=p)
-                for s in ("hvk", "hkv")
-                for p in (False, True)
-            ),
-            *(Case(initial_state=False, state_layout=s) for s in ("hvk", "hkv")),
-            *(Case(state_dtype="bf16", state_layout=s, pooled=True) for s in ("hvk", "hkv")),
-            *(Case(checkpoint_every=64, pooled=p) for p in (False, True)),
-        ]
-    )
-)
 
 
 class Bundles:
@@ -167,7 +147,7 @@ def test_head_counts(
     check(case, run(bundle, case, chunk_len=128), measure)
 
 
-@pytest.mark.parametrize("case", VARIANTS, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_every_variant(bundle: Any, case: Case, measure: Any) -> None:
     for chunk_len in (0, 64):
         check(case, run(bundle, case, chunk_len=chunk_len), measure, chunk_len=chunk_len)
@@ -180,7 +160,7 @@ def test_the_cases_above_are_all_the_variants_of_the_bundles(bundle: Any) -> Non
     def words(axes: dict[str, Any]) -> tuple[tuple[str, str], ...]:
         return tuple(sorted((k, str(int(v)) if isinstance(v, bool) else str(v)) for k, v in axes.items()))
 
-    assert {words(axes_of(case)) for case in VARIANTS} == {
+    assert {words(axes_of(case)) for case in KINDS} == {
         words(dict(v.axes)) for v in bundle.variants() if v.op == OP
     }
 

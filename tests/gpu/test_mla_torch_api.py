@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from gpu.bundles import open_by_name  # noqa: E402
+from gpu.variants import variants_of  # noqa: E402
 from gpu.xqa_mla_problems import HEADS, LATENT, LENGTHS, Problem, Runner, make  # noqa: E402
 
 from kernseal.kernels.xqa_mla import torch_api  # noqa: E402
@@ -19,8 +20,7 @@ from kernseal.loader.errors import Capturing, Unsupported, WorkspaceTooSmall  # 
 
 @pytest.fixture(autouse=True)
 def served(bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not any(variant.op == "xqa_mla" for variant in bundle.variants()):
-        pytest.skip("this bundle has no variant of xqa_mla")
+    variants_of(bundle, "xqa_mla")
     monkeypatch.setattr(serving, "_served", {})
     use_bundle(bundle)
 

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from gpu.bundles import DIST, policy  # noqa: E402
+from gpu.variants import variants_of  # noqa: E402
 
 from kernseal.kernels.qsa_attention.reference import attention  # noqa: E402
 from kernseal.kernels.qsa_metadata.reference import routes  # noqa: E402
@@ -57,10 +58,7 @@ def variants(bundle: Any, op: str) -> list[Axes]:
     def value(name: str, text: str) -> Any:
         return words[text] if name in switches else int(text) if text.isdigit() else text
 
-    found = [{n: value(n, t) for n, t in v.axes.items()} for v in bundle.variants() if v.op == op]
-    if not found:
-        pytest.skip(f"this bundle has no variant of {op}")
-    return found
+    return [{n: value(n, t) for n, t in v.axes.items()} for v in variants_of(bundle, op)]
 
 
 @dataclass

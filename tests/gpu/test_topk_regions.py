@@ -24,6 +24,7 @@ from gpu.topk_regions_problems import (  # noqa: E402
     same_bits,
     wrong,
 )
+from gpu.variants import variants_of  # noqa: E402
 
 Measure = Callable[..., None]
 STATE, SCRATCH = 3104, 2048
@@ -38,10 +39,7 @@ def bundle(any_bundle: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def variants(bundle: Any) -> list[Any]:
-    found = [v for v in bundle.variants() if v.op == OP]
-    if not found:
-        pytest.skip(f"this bundle has no variant of {OP}")
-    return found
+    return variants_of(bundle, OP)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from gpu.variants import variants_of  # noqa: E402
+
 from kernseal.kernels.topk_regions.reference import keys  # noqa: E402
 from kernseal.kernels.topk_varlen.reference import decode, row_lengths  # noqa: E402
 
@@ -142,10 +144,7 @@ def bundle(any_bundle: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def variants(bundle: Any) -> list[Any]:
-    found = [v for v in bundle.variants() if v.op == OP]
-    if not found:
-        pytest.skip(f"this bundle has no variant of {OP}")
-    return found
+    return variants_of(bundle, OP)
 
 
 def check_all(bundle: Any, variants: list[Any], problem: Callable[[Any], Problem]) -> None:

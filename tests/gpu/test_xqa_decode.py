@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from gpu.variants import variants_of  # noqa: E402
 from gpu.xqa_problems import (  # noqa: E402
     KV_SCALE,
     LENGTHS,
@@ -38,10 +39,7 @@ def bundle(any_bundle: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def variants(bundle: Any) -> list[Axes]:
-    found = [axes_of(v) for v in bundle.variants() if v.op == "xqa_decode"]
-    if not found:
-        pytest.skip("this bundle has no variant of xqa_decode")
-    return found
+    return [axes_of(variant) for variant in variants_of(bundle, "xqa_decode")]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from gpu.variants import variants_of  # noqa: E402
 from gpu.xqa_mla_problems import (  # noqa: E402
     HEADS,
     LATENT,
@@ -44,10 +45,7 @@ def bundle(any_bundle: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def variants(bundle: Any) -> list[Axes]:
-    found = [axes_of(v) for v in bundle.variants() if v.op == "xqa_mla"]
-    if not found:
-        pytest.skip("this bundle has no variant of xqa_mla")
-    return found
+    return [axes_of(variant) for variant in variants_of(bundle, "xqa_mla")]
 
 
 @pytest.fixture(scope="module", params=["bf16", "e4m3"])
