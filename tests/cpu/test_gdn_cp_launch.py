@@ -25,7 +25,7 @@ from cpu.fake_driver.gdn_cp import (
 )
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
-from cpu.fake_driver.kernseal_library import Kernseal, build_library
+from cpu.fake_driver.kernseal_library import Kernseal, compiled_library
 from cpu.fake_driver.reference import Reference, Scalar, Tensor, masked, params_of
 
 PLAIN = axes_of()
@@ -223,9 +223,8 @@ def test_our_launches_are_cutes_launches(
 ) -> None:
     made = built_variant(sm, op_name=OP, **changes)
     reference = Reference(made, tmp_path / "reference")
-    path = build_library(sm, None, [(made.record, made.ours, made.cubin)], tmp_path / "ours")
     gpu.device(capability, sms=SMS)
-    library = Kernseal(path)
+    library = compiled_library([made], tmp_path / "ours")
     for index, (entry, _) in enumerate(made.answer.kernels):
         gpu.params(made.param_sizes(index), entry)
 

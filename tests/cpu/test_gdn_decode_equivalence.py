@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cpu.fake_driver.gdn_decode import OP, VARIANTS, Call, D, library_of, random_call
+from cpu.fake_driver.gdn_decode import OP, VARIANTS, Call, D, random_call
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
+from cpu.fake_driver.kernseal_library import compiled_library
 from cpu.fake_driver.reference import Reference, Scalar, Tensor, masked
 
 pytestmark = pytest.mark.slow
@@ -68,7 +69,7 @@ def test_our_launch_is_cutes_launch(
     reference = Reference(made, tmp_path / "reference")
     cc = int(made.target.arch.removeprefix("sm_").removesuffix("a"))
     gpu.device(divmod(cc, 10))
-    library = library_of([made], tmp_path / "ours")
+    library = compiled_library([made], tmp_path / "ours")
 
     reference.load()
     theirs = gpu.log("set_attribute")

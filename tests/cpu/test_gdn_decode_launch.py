@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cpu.fake_driver.gdn_decode import OP, VARIANTS, Call, alignments, library_of, random_call
+from cpu.fake_driver.gdn_decode import OP, VARIANTS, Call, alignments, random_call
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
-from cpu.fake_driver.kernseal_library import Kernseal
+from cpu.fake_driver.kernseal_library import Kernseal, compiled_library
 
 from kernseal.kernels.gdn_decode.rule import kernel_for
 
@@ -47,7 +47,7 @@ def library(
     made: dict[str, HostObject], fake_gpu: FakeGpu, tmp_path_factory: pytest.TempPathFactory
 ) -> Kernseal:
     fake_gpu.reset()
-    return library_of(list(made.values()), tmp_path_factory.mktemp("gdn_decode"))
+    return compiled_library(list(made.values()), tmp_path_factory.mktemp("gdn_decode"))
 
 
 def call_of(made: HostObject, **changes: Any) -> Call:

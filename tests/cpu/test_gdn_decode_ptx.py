@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu.fake_driver import ptx
-from cpu.fake_driver.gdn_decode import VARIANTS, library_of
+from cpu.fake_driver.gdn_decode import VARIANTS
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
+from cpu.fake_driver.kernseal_library import compiled_library
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -71,7 +72,7 @@ class Machine:
 
     def __init__(self, made: HostObject, gpu: FakeGpu, folder: Path) -> None:
         self.made, self.gpu, self.axes = made, gpu, made.variant.axes
-        self.library = library_of([made], folder)
+        self.library = compiled_library([made], folder)
         self.handle = self.library.prepare(OP, self.axes)
         self.program = ptx.parse(made.ptx)
         gpu.params(made.param_sizes())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
-from cpu.fake_driver.kernseal_library import Kernseal, build_library
+from cpu.fake_driver.kernseal_library import Kernseal, compiled_library
 from cpu.fake_driver.reference import Reference, Scalar, Tensor, masked
 
 pytestmark = pytest.mark.slow
@@ -221,10 +221,9 @@ def test_our_launch_is_cutes_launch(
     made = built_variant(sm, retarget, **changes)
     axes, class_name = made.variant.axes, made.variant.class_name
     reference = Reference(made, tmp_path / "reference")
-    path = build_library(sm, retarget, [(made.record, made.ours, made.cubin)], tmp_path / "ours")
     cc = int(made.target.arch.removeprefix("sm_").removesuffix("a"))
     gpu.device(divmod(cc, 10), sms=148)
-    library = Kernseal(path, flags=1 if retarget else 0)
+    library = compiled_library([made], tmp_path / "ours")
 
     reference.load()
     theirs = gpu.log("set_attribute")

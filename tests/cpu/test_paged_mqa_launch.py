@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
-from cpu.fake_driver.kernseal_library import Kernseal
+from cpu.fake_driver.kernseal_library import Kernseal, compiled_library
 from cpu.fake_driver.paged_mqa import (
     ALIGN,
     ARGUMENTS,
@@ -19,7 +19,6 @@ from cpu.fake_driver.paged_mqa import (
     SCHEDULE,
     SMS,
     Call,
-    library_of,
     scorer_arguments,
     scorer_call,
     scorer_ctas,
@@ -50,7 +49,7 @@ def library(
 ) -> Kernseal:
     fake_gpu.reset()
     fake_gpu.device((10, 0), sms=SMS)
-    return library_of(SM, list(variants.values()), tmp_path_factory.mktemp("mqa"))
+    return compiled_library(list(variants.values()), tmp_path_factory.mktemp("mqa"))
 
 
 @pytest.fixture(autouse=True)
@@ -268,7 +267,7 @@ def scorer_library(
 ) -> Kernseal:
     fake_gpu.reset()
     fake_gpu.device((12, 0), sms=SMS)
-    return library_of("sm_120a", [scorer], tmp_path_factory.mktemp("scorer"))
+    return compiled_library([scorer], tmp_path_factory.mktemp("scorer"))
 
 
 def test_a_launch_of_the_sm120_class_is_cutes_launch(

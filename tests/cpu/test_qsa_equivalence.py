@@ -11,7 +11,8 @@ import pytest
 from cpu.fake_driver import qsa
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject
-from cpu.fake_driver.qsa import OP, Call, library_of, random_call
+from cpu.fake_driver.kernseal_library import compiled_library
+from cpu.fake_driver.qsa import OP, Call, random_call
 from cpu.fake_driver.reference import Reference, Scalar, Tensor, masked
 
 pytestmark = pytest.mark.slow
@@ -91,7 +92,7 @@ def test_our_launches_are_cutes_launches(
     axes = made.variant.axes
     reference = Reference(made, tmp_path / "reference")
     gpu.device((10, 0), sms=148)
-    library = library_of([made], tmp_path / "ours")
+    library = compiled_library([made], tmp_path / "ours")
     reference.load()
     theirs = gpu.log("set_attribute")
     handle = library.prepare(OP, axes)

@@ -10,7 +10,7 @@ import pytest
 from cpu.fake_driver import qsa
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.kernseal_library import Kernseal
-from cpu.fake_driver.qsa import OP, Call, axes_of, op, random_call, stub_library
+from cpu.fake_driver.qsa import OP, Call, axes_of, library_of, op, random_call
 
 from kernseal.export.spec import Target
 from kernseal.kernels.qsa_attention.operands import SPEC, page_capacity, query_major
@@ -29,7 +29,7 @@ KINDS = [SINGLE, GROUPED, FLAT, INT32]
 @pytest.fixture(scope="module")
 def library(fake_gpu: FakeGpu, tmp_path_factory: pytest.TempPathFactory) -> Kernseal:
     fake_gpu.reset()
-    return stub_library(KINDS, tmp_path_factory.mktemp("library"))
+    return library_of(KINDS, tmp_path_factory.mktemp("library"))
 
 
 def call(axes: Axes = SINGLE, **changes: Any) -> Call:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 import struct
@@ -13,10 +12,10 @@ from typing import Any
 import pytest
 from cpu.fake_driver import qsa
 from cpu.fake_driver.gpu import FakeGpu
-from cpu.fake_driver.kernseal_library import Kernseal, build_library
+from cpu.fake_driver.kernseal_library import Kernseal, stub, stub_library
 from cpu.fake_driver.xqa import address
 
-from kernseal.abi.library import KernelRecord, VariantRecord
+from kernseal.abi.library import KernelRecord
 from kernseal.export import paths, spec
 from kernseal.export.spec import Target
 from kernseal.kernels.qsa_metadata.operands import SPEC
@@ -44,29 +43,13 @@ NAMES = (
 )
 
 
-def record(axes: Mapping[str, Any], image: bytes) -> VariantRecord:
-    variant = KERNEL.variant(Target("sm_100a"), axes)
-    return VariantRecord(
-        op=OP,
-        variant=variant.id,
-        class_name=variant.class_name,
-        axes=dict(axes),
-        kernels=(KernelRecord("qsa_metadata", 0, 0, 0, 232448),),
-        file=f"cubin/{variant.key}.cubin",
-        size=len(image),
-        sha256=hashlib.sha256(image).hexdigest(),
-        evidence="inspected",
-        host_prefix=None,
-        host_function=None,
-    )
-
-
 @pytest.fixture(scope="module")
 def library(fake_gpu: FakeGpu, tmp_path_factory: pytest.TempPathFactory) -> Kernseal:
     fake_gpu.reset()
     folder: Path = tmp_path_factory.mktemp("library")
-    variants = [(record(axes, b"image" * 20), None, b"image" * 20) for axes in (BYTES, MASKS)]
-    return Kernseal(build_library("sm_100a", None, variants, folder, qsa.TRAPS))
+    kernels = (KernelRecord("qsa_metadata", 0, 0, 0, 232448),)
+    stubs = (stub(KERNEL, axes, Target("sm_100a"), kernels=kernels) for axes in (BYTES, MASKS))
+    return Kernseal(stub_library(stubs, "sm_100a", folder))
 
 
 def capacity(axes: Mapping[str, Any], fields: Mapping[str, Any]) -> int:

@@ -35,7 +35,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory, fake_gpu: Any) -> Kernseal:
-    return qsa.stub_library([qsa.axes_of()], tmp_path_factory.mktemp("library"))
+    return qsa.library_of([qsa.axes_of()], tmp_path_factory.mktemp("library"))
 
 
 def ask(tree: Path, cases: list[dict[str, Any]], sms: int = SMS) -> list[dict[str, Any]]:

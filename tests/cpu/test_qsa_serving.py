@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from cpu.fake_driver import qsa
 from cpu.fake_driver.gpu import FakeGpu
-from cpu.fake_driver.kernseal_library import build_library
 
 from kernseal.export.spec import Target
 from kernseal.loader.bundle import Bundle
@@ -27,9 +26,7 @@ MAX_BATCH, MAX_GROUP, CHUNK = 256, 8, 8192
 
 
 def bundle_of(all_axes: Sequence[Mapping[str, Any]], folder: Path) -> Bundle:
-    image = bytes(64)
-    variants = [(qsa.record(axes, "sm_100a", image), None, image) for axes in all_axes]
-    path = build_library("sm_100a", None, variants, folder, qsa.TRAPS)
+    path = qsa.build(all_axes, folder)
     statement: Any = SimpleNamespace(sm="sm_100a", retarget=None)
     return Bundle(Library(str(path)), str(folder), statement, allow_validation=False, device=0)
 

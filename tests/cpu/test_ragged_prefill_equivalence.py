@@ -161,8 +161,7 @@ def built(sm: str, axes: dict[str, Any]) -> Built:
 def prepared(made: Built, axes: dict[str, Any], sm: str, folder: Path) -> Session:
     image = made.read("kernel.cubin")
     kernels = tuple(made.kernels)
-    class_name = op().variant(spec.Target(sm), axes).class_name
-    path = build_library("sm_90a", None, [(record(axes, image, kernels, class_name), None, image)], folder)
+    path = build_library("sm_90a", None, [(record(axes, image, kernels, sm), None, image)], folder)
     return Session(Kernseal(path), axes)
 
 

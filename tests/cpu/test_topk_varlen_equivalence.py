@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from cpu.fake_driver import host_objects  # noqa: E402
 from cpu.fake_driver.gpu import FakeGpu  # noqa: E402
 from cpu.fake_driver.host_objects import HostObject, compiled  # noqa: E402
+from cpu.fake_driver.kernseal_library import compiled_library  # noqa: E402
 from cpu.fake_driver.reference import Reference, masked  # noqa: E402
-from cpu.fake_driver.topk_varlen import OP, library_of, random_call  # noqa: E402
+from cpu.fake_driver.topk_varlen import OP, random_call  # noqa: E402
 from cpu.fake_driver.topk_varlen_upstream import chunk_config  # noqa: E402
 
 from kernseal.export import elf, paths, spec  # noqa: E402
@@ -48,7 +49,7 @@ def test_our_launch_is_cutes_launch(
     reference = Reference(made, tmp_path / "reference")
     cc = divmod(int(made.target.arch.removeprefix("sm_").removesuffix("a")), 10)
     gpu.device(cc, sms=148)
-    library = library_of([made], tmp_path / "ours")
+    library = compiled_library([made], tmp_path / "ours")
     reference.load()
     theirs = gpu.log("set_attribute")
     handle = library.prepare(OP, axes)

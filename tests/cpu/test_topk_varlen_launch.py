@@ -8,8 +8,8 @@ import pytest
 from cpu.fake_driver import host_objects
 from cpu.fake_driver.gpu import FakeGpu
 from cpu.fake_driver.host_objects import HostObject, compiled
-from cpu.fake_driver.kernseal_library import Kernseal
-from cpu.fake_driver.topk_varlen import OP, POINTERS, STATE, Call, library_of
+from cpu.fake_driver.kernseal_library import Kernseal, compiled_library
+from cpu.fake_driver.topk_varlen import OP, POINTERS, STATE, Call
 
 from kernseal.export import paths, spec
 
@@ -33,7 +33,7 @@ def made() -> list[HostObject]:
 @pytest.fixture(scope="module")
 def library(fake_gpu: FakeGpu, made: list[HostObject], tmp_path_factory: pytest.TempPathFactory) -> Kernseal:
     fake_gpu.reset()
-    return library_of(made, tmp_path_factory.mktemp("varlen"))
+    return compiled_library(made, tmp_path_factory.mktemp("varlen"))
 
 
 def call(axes: dict[str, Any] = PLAIN, **changes: Any) -> Call:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -13,17 +12,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cpu.fake_driver.kernseal_library import Kernseal, build_library
-from cpu.fake_driver.native import ZIG
+from cpu.fake_driver.kernseal_library import Kernseal, stub, stub_library
 
-from kernseal.abi.library import KernelRecord, VariantRecord
 from kernseal.export import paths, source, spec
 from kernseal.export.spec import Target
 
 OP = "gdn_prefill_cp"
 D = 128
 UPSTREAM = "flashinfer/gdn_kernels/delta_rule_dsl"
-ALIGN = dict.fromkeys(("q", "k", "v", "o", "alpha", "beta", "initial_state", "final_state", "checkpoints"), 16) | {
+ALIGN = dict.fromkeys(
+    ("q", "k", "v", "o", "alpha", "beta", "initial_state", "final_state", "checkpoints"), 16
+) | {
     "cu_seqlens": 8,
     "state_indices": 8,
     "output_state_indices": 8,
@@ -68,29 +67,7 @@ def upstream_rules() -> SimpleNamespace:
 
 
 def library_of(all_axes: Sequence[Mapping[str, Any]], sm: str, folder: Path) -> Kernseal:
-    """A libkernseal.so whose variants' images are just bytes: it refuses as the real one does, and launches nothing."""
-    image, command, variants = (
-        bytes(range(64)),
-        (*ZIG, "-fsanitize=undefined", "-fsanitize-trap=undefined"),
-        [],
-    )
-    for axes in all_axes:
-        variant = op().variant(Target(sm), axes)
-        record = VariantRecord(
-            op=OP,
-            variant=variant.id,
-            class_name=variant.class_name,
-            axes=dict(axes),
-            kernels=(KernelRecord("kernel", 0, 0, 0, 0),),
-            file=f"cubin/{variant.key}.cubin",
-            size=len(image),
-            sha256=hashlib.sha256(image).hexdigest(),
-            evidence="inspected",
-            host_prefix=None,
-            host_function=None,
-        )
-        variants.append((record, None, image))
-    return Kernseal(build_library(sm, None, variants, folder, command))
+    return Kernseal(stub_library((stub(op(), axes, Target(sm)) for axes in all_axes), sm, folder))
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from cpu.fake_driver.host_objects import HostObject
-from cpu.fake_driver.kernseal_library import Kernseal, build_library
-from cpu.fake_driver.native import ZIG
+from cpu.fake_driver.kernseal_library import Kernseal, stub
 from cpu.fake_driver.xqa import address
 
-from kernseal.abi.library import KernelRecord, VariantRecord
+from kernseal.abi.library import VariantRecord
 from kernseal.export import paths, spec
+from kernseal.export.spec import Target
 
 OP = "gdn_decode"
 D = 128
@@ -51,8 +48,12 @@ ALIGN = {
 TOKEN_TENSORS = ("q", "k", "v", "o", "a", "b")
 
 
+def op() -> spec.Op:
+    return spec.load_op(paths.kernels() / OP)
+
+
 def axes_of(**changes: Any) -> dict[str, Any]:
-    return {**spec.load_op(paths.kernels() / OP).data["defaults"], **changes}
+    return {**op().data["defaults"], **changes}
 
 
 def index_bytes(axes: Mapping[str, Any]) -> int:
@@ -67,30 +68,7 @@ def alignments(axes: Mapping[str, Any]) -> dict[str, int]:
 
 
 def record(axes: Mapping[str, Any], image: bytes) -> VariantRecord:
-    """A variant whose image is just bytes, and which nothing launches."""
-    name = spec.variant_id(spec.load_op(paths.kernels() / OP).data, axes)
-    return VariantRecord(
-        op=OP,
-        variant=name,
-        class_name="narrow",
-        axes=dict(axes),
-        kernels=(KernelRecord("kernel", 0, 0, 0, 0),),
-        file=f"cubin/{OP}/{name}.cubin",
-        size=len(image),
-        sha256=hashlib.sha256(image).hexdigest(),
-        evidence="inspected",
-        host_prefix=None,
-        host_function=None,
-    )
-
-
-def library_of(made: Sequence[HostObject], folder: Path) -> Kernseal:
-    """A library with these variants, in which undefined behaviour traps."""
-    command = (*ZIG, "-fsanitize=undefined", "-fsanitize-trap=undefined")
-    target = made[0].target
-    variants = [(one.record, one.ours, one.cubin) for one in made]
-    path = build_library(target.sm, target.retarget, variants, folder, command)
-    return Kernseal(path, flags=1 if target.retarget else 0)
+    return stub(op(), axes, Target("sm_90a"), image)
 
 
 @dataclass(frozen=True)

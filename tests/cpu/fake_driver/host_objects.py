@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from cpu.fake_driver.kernseal_library import record_of
 from elftools.elf.elffile import ELFFile
 
 from kernseal.abi.library import KernelRecord, VariantRecord
@@ -65,19 +66,8 @@ class HostObject:
 
     @property
     def record(self) -> VariantRecord:
-        return VariantRecord(
-            op=self.variant.op,
-            variant=self.variant.id,
-            class_name=self.variant.class_name,
-            axes=dict(self.variant.axes),
-            kernels=tuple(KernelRecord(entry, 0, 0, 0, smem) for entry, smem in self.answer.kernels),
-            file=f"cubin/{self.variant.op}/{self.variant.id}.cubin",
-            size=len(self.cubin),
-            sha256=hashlib.sha256(self.cubin).hexdigest(),
-            evidence="inspected",
-            host_prefix=self.prefix,
-            host_function=self.answer.host_function,
-        )
+        kernels = [KernelRecord(entry, 0, 0, 0, smem) for entry, smem in self.answer.kernels]
+        return record_of(self.variant, self.cubin, kernels, self.prefix, self.answer.host_function)
 
     def param_sizes(self, kernel: int = 0) -> list[int]:
         """Bytes of every parameter of one of its kernels, from the cubin."""

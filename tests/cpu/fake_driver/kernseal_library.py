@@ -2,17 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cffi
 from cpu.fake_driver.native import STRICT, ZIG, compile_c
 
 from kernseal.abi import library, model
-from kernseal.abi.library import VariantRecord
+from kernseal.abi.library import KernelRecord, VariantRecord
+from kernseal.export.spec import Op, Target, Variant
+
+if TYPE_CHECKING:
+    from cpu.fake_driver.host_objects import HostObject
 
 ABI = model.load()
+TRAPS = (*ZIG, "-fsanitize=undefined", "-fsanitize-trap=undefined")
+"""The compiler of a library in which undefined behaviour traps."""
+IMAGE = bytes(range(64))
+KERNEL = KernelRecord("kernel", 0, 0, 0, 0)
+
+
+def record_of(
+    variant: Variant,
+    image: bytes,
+    kernels: Sequence[KernelRecord],
+    host_prefix: str | None = None,
+    host_function: str | None = None,
+) -> VariantRecord:
+    """What a library says of a variant."""
+    return VariantRecord(
+        op=variant.op,
+        variant=variant.id,
+        class_name=variant.class_name,
+        axes=dict(variant.axes),
+        kernels=tuple(kernels),
+        file=f"cubin/{variant.key}.cubin",
+        size=len(image),
+        sha256=hashlib.sha256(image).hexdigest(),
+        evidence="inspected",
+        host_prefix=host_prefix,
+        host_function=host_function,
+    )
+
+
+def stub(
+    op: Op,
+    axes: Mapping[str, Any],
+    target: Target,
+    image: bytes = IMAGE,
+    kernels: Sequence[KernelRecord] = (KERNEL,),
+) -> VariantRecord:
+    """A variant whose image is just bytes, and which no host object launches."""
+    return record_of(op.variant(target, axes), image, kernels)
+
+
+def stub_library(stubs: Iterable[VariantRecord], sm: str, folder: Path) -> Path:
+    """A library of variants whose images are ``IMAGE``: it refuses as the real one does. Undefined behaviour traps."""
+    return build_library(sm, None, [(record, None, IMAGE) for record in stubs], folder, TRAPS)
+
+
+def compiled_library(made: Sequence[HostObject], folder: Path) -> Kernseal:
+    """A library of variants that were compiled for one target. Undefined behaviour traps."""
+    target = made[0].target
+    variants = [(one.record, one.ours, one.cubin) for one in made]
+    path = build_library(target.sm, target.retarget, variants, folder, TRAPS)
+    return Kernseal(path, flags=1 if target.retarget else 0)
 
 
 def build_library(

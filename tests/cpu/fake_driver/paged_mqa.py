@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from cpu.fake_driver.host_objects import HostObject
-from cpu.fake_driver.kernseal_library import Kernseal, build_library
-from cpu.fake_driver.native import ZIG
+from cpu.fake_driver.kernseal_library import Kernseal
 from cpu.fake_driver.paged_mqa_upstream import scorer_ctas as upstream_ctas
 from cpu.fake_driver.reference import Scalar, Tensor
 from cpu.fake_driver.xqa import address
@@ -26,13 +23,6 @@ ALIGN: Mapping[str, Mapping[str, int]] = {
     },
 }
 Fields = dict[str, Any]
-
-
-def library_of(sm: str, variants: Sequence[HostObject], folder: Path) -> Kernseal:
-    """A library with these variants, in which undefined behaviour traps."""
-    command = (*ZIG, "-fsanitize=undefined", "-fsanitize-trap=undefined")
-    records = [(made.record, made.ours, made.cubin) for made in variants]
-    return Kernseal(build_library(sm, None, records, folder, command))
 
 
 def atoms(axes: Mapping[str, Any]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -11,17 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpu.fake_driver.host_objects import HostObject
-from cpu.fake_driver.kernseal_library import Kernseal, build_library
-from cpu.fake_driver.native import ZIG
+from cpu.fake_driver.kernseal_library import Kernseal, stub, stub_library
 from cpu.fake_driver.xqa import address
 
-from kernseal.abi.library import KernelRecord, VariantRecord
 from kernseal.export import paths, spec
 from kernseal.export.spec import Target
 
 OP = "qsa_attention"
-TRAPS = (*ZIG, "-fsanitize=undefined", "-fsanitize-trap=undefined")
 ALWAYS = {"q": 16, "k": 16, "v": 16, "o": 16, "qo_indptr": 4}
 SINGLE = {"block_indices": 4, "block_table": 4, "token_to_request": 4, "query_positions": 8}
 GROUPED = {"page_indices": 4, "memberships": 4, "kv_lens": 4}
@@ -42,34 +37,13 @@ def fragment(axes: Mapping[str, Any]) -> int:
     return math.gcd(axes["block_size"], axes["page_size"])
 
 
-def record(axes: Mapping[str, Any], sm: str, image: bytes) -> VariantRecord:
-    """A variant whose image is just bytes, and which nothing launches."""
-    variant = op().variant(Target(sm), axes)
-    return VariantRecord(
-        op=OP,
-        variant=variant.id,
-        class_name=variant.class_name,
-        axes=dict(axes),
-        kernels=(KernelRecord("kernel", 0, 0, 0, 0),),
-        file=f"cubin/{variant.key}.cubin",
-        size=len(image),
-        sha256=hashlib.sha256(image).hexdigest(),
-        evidence="inspected",
-        host_prefix=None,
-        host_function=None,
-    )
+def build(all_axes: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """A library whose variants can be prepared, not run."""
+    return stub_library((stub(op(), axes, Target("sm_100a")) for axes in all_axes), "sm_100a", folder)
 
 
-def stub_library(all_axes: Sequence[Mapping[str, Any]], folder: Path, sm: str = "sm_100a") -> Kernseal:
-    """A library whose variants can be prepared, not run; undefined behaviour traps."""
-    image = bytes(range(64))
-    variants = [(record(axes, sm, image), None, image) for axes in all_axes]
-    return Kernseal(build_library(sm, None, variants, folder, TRAPS))
-
-
-def library_of(made: Sequence[HostObject], folder: Path) -> Kernseal:
-    variants = [(one.record, one.ours, one.cubin) for one in made]
-    return Kernseal(build_library(made[0].target.sm, None, variants, folder, TRAPS))
+def library_of(all_axes: Sequence[Mapping[str, Any]], folder: Path) -> Kernseal:
+    return Kernseal(build(all_axes, folder))
 
 
 @dataclass(frozen=True)

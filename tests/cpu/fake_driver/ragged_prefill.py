@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import struct
 from collections.abc import Mapping, Sequence
@@ -10,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpu.fake_driver.kernseal_library import Kernseal, build_library
-from cpu.fake_driver.native import ZIG
+from cpu.fake_driver.kernseal_library import IMAGE, Kernseal, stub, stub_library
 from cpu.fake_driver.xqa import address
 
 from kernseal.abi.library import KernelRecord, VariantRecord
 from kernseal.export import paths, spec
+from kernseal.export.spec import Target
 
 OP = "ragged_prefill"
 DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -59,36 +58,19 @@ def tiles(axes: Mapping[str, Any]) -> tuple[int, ...]:
 
 def record(
     axes: Mapping[str, Any],
-    image: bytes,
+    image: bytes = IMAGE,
     kernels: Sequence[KernelRecord] | None = None,
-    class_name: str = "fa2",
+    sm: str = "sm_90a",
 ) -> VariantRecord:
-    """A variant whose image is just bytes."""
-    name = spec.variant_id(op().data, axes)
     made_up = (
         *(KernelRecord(f"prefill_{tile}", 0, 0, 0, SMEM[tile]) for tile in tiles(axes)),
         KernelRecord("merge", 0, 0, 0, SMEM["merge"]),
     )
-    return VariantRecord(
-        op=OP,
-        variant=name,
-        class_name=class_name,
-        axes=dict(axes),
-        kernels=tuple(kernels) if kernels is not None else made_up,
-        file=f"cubin/{OP}/{name}.cubin",
-        size=len(image),
-        sha256=hashlib.sha256(image).hexdigest(),
-        evidence="inspected",
-        host_prefix=None,
-        host_function=None,
-    )
+    return stub(op(), axes, Target(sm), image, made_up if kernels is None else kernels)
 
 
 def library_of(all_axes: Sequence[Mapping[str, Any]], folder: Path) -> Kernseal:
-    """A library with these variants, in which undefined behaviour traps."""
-    image, command = bytes(range(64)), (*ZIG, "-fsanitize=undefined", "-fsanitize-trap=undefined")
-    variants = [(record(axes, image), None, image) for axes in all_axes]
-    return Kernseal(build_library("sm_90a", None, variants, folder, command))
+    return Kernseal(stub_library((record(axes) for axes in all_axes), "sm_90a", folder))
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpu.fake_driver.kernseal_library import Kernseal, build_library
-from cpu.fake_driver.native import ZIG
+from cpu.fake_driver.kernseal_library import Kernseal, stub, stub_library
 from cpu.fake_driver.xqa import address
 
 from kernseal.abi.library import KernelRecord, VariantRecord
@@ -50,30 +48,15 @@ def static_smem(axes: Mapping[str, Any]) -> tuple[int, int]:
     return scan, scan + 16
 
 
-def record(axes: Mapping[str, Any], sm: str, image: bytes) -> VariantRecord:
-    """A variant whose image is just bytes."""
-    variant = op().variant(Target(sm), axes)
+def record(axes: Mapping[str, Any], sm: str) -> VariantRecord:
     static = dict(zip(KERNELS, static_smem(axes), strict=True))
-    return VariantRecord(
-        op=OP,
-        variant=variant.id,
-        class_name=variant.class_name,
-        axes=dict(axes),
-        kernels=tuple(KernelRecord(k, 0, 0, s, smem_per_block(sm) - s) for k, s in static.items()),
-        file=f"cubin/{OP}/{variant.id}.cubin",
-        size=len(image),
-        sha256=hashlib.sha256(image).hexdigest(),
-        evidence="inspected",
-        host_prefix=None,
-        host_function=None,
-    )
+    kernels = [KernelRecord(k, 0, 0, s, smem_per_block(sm) - s) for k, s in static.items()]
+    return stub(op(), axes, Target(sm), kernels=kernels)
 
 
 def library_of(all_axes: Sequence[Mapping[str, Any]], folder: Path, sm: str = "sm_90a") -> Kernseal:
-    """A library with these variants of the class for ``sm``, in which undefined behaviour traps."""
-    image, command = bytes(range(64)), (*ZIG, "-fsanitize=undefined", "-fsanitize-trap=undefined")
-    variants = [(record(axes, sm, image), None, image) for axes in all_axes]
-    return Kernseal(build_library("sm_90a", None, variants, folder, command))
+    """A library with these variants of the class for ``sm``."""
+    return Kernseal(stub_library((record(axes, sm) for axes in all_axes), "sm_90a", folder))
 
 
 @dataclass(frozen=True)

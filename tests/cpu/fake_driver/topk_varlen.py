@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from cpu.fake_driver.host_objects import HostObject
-from cpu.fake_driver.kernseal_library import Kernseal, build_library
+from cpu.fake_driver.kernseal_library import Kernseal
 from cpu.fake_driver.reference import Scalar, Tensor
 from cpu.fake_driver.xqa import address
 
@@ -17,14 +15,6 @@ OP = "topk_varlen"
 STATE = 3080
 """Bytes that a group of thread blocks has in semaphores."""
 POINTERS = ("scores", "seq_lens", "indices", "values", "semaphores")
-
-
-def library_of(made: Sequence[HostObject], folder: Path) -> Kernseal:
-    target = made[0].target
-    path = build_library(
-        target.sm, target.retarget, [(one.record, one.ours, one.cubin) for one in made], folder
-    )
-    return Kernseal(path, flags=1 if target.retarget else 0)
 
 
 @dataclass(frozen=True)

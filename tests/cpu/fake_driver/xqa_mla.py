@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpu.fake_driver.kernseal_library import Kernseal, build_library
-from cpu.fake_driver.native import ZIG
+from cpu.fake_driver.kernseal_library import IMAGE, Kernseal, stub, stub_library
 from cpu.fake_driver.xqa import address
 
 from kernseal.abi.library import KernelRecord, VariantRecord
 from kernseal.export import paths, spec
+from kernseal.export.spec import Target
 
 OP = "xqa_mla"
 SMEM = 98765
@@ -38,29 +37,13 @@ def elem_bytes(axes: Mapping[str, Any]) -> int:
     return {"bf16": 2, "e4m3": 1}[axes["dtype"]]
 
 
-def record(axes: Mapping[str, Any], image: bytes, dynamic_smem: int = SMEM) -> VariantRecord:
-    """A variant whose image is just bytes."""
-    name = spec.variant_id(op().data, axes)
-    return VariantRecord(
-        op=OP,
-        variant=name,
-        class_name="mla_sm120",
-        axes=dict(axes),
-        kernels=(KernelRecord("kernel_mha", 0, 0, 0, dynamic_smem),),
-        file=f"cubin/{OP}/{name}.cubin",
-        size=len(image),
-        sha256=hashlib.sha256(image).hexdigest(),
-        evidence="inspected",
-        host_prefix=None,
-        host_function=None,
-    )
+def record(axes: Mapping[str, Any], image: bytes = IMAGE, dynamic_smem: int = SMEM) -> VariantRecord:
+    kernel = KernelRecord("kernel_mha", 0, 0, 0, dynamic_smem)
+    return stub(op(), axes, Target("sm_120a"), image, (kernel,))
 
 
 def library_of(all_axes: Sequence[Mapping[str, Any]], folder: Path) -> Kernseal:
-    """A library with these variants, in which undefined behaviour traps."""
-    image, command = bytes(range(64)), (*ZIG, "-fsanitize=undefined", "-fsanitize-trap=undefined")
-    variants = [(record(axes, image), None, image) for axes in all_axes]
-    return Kernseal(build_library("sm_90a", None, variants, folder, command))
+    return Kernseal(stub_library((record(axes) for axes in all_axes), "sm_90a", folder))
 
 
 @dataclass(frozen=True)
