@@ -88,8 +88,7 @@ class Call:
         return Call(self.axes, {**self.fields, **changes})
 
     def args(self, library: Kernseal) -> Any:
-        cast = {name: library.ffi.cast("void *", self[name]) for name in (*ALIGN, "stream")}
-        return library.struct(f"kseal_{OP}_args", **{**self.fields, **cast})
+        return library.args(OP, self.fields, (*ALIGN, "stream"))
 
 
 def address(rng: random.Random, align: int) -> int:

@@ -89,8 +89,7 @@ class Call:
 
     def args(self, library: Kernseal) -> Any:
         pointers = (*alignments(self.axes), "output_state_indices", "intermediate_states", "stream")
-        values = {n: library.ffi.cast("void *", v) if n in pointers else v for n, v in self.fields.items()}
-        return library.struct(f"kseal_{OP}_args", **values)
+        return library.args(OP, self.fields, pointers)
 
 
 def random_call(rng: random.Random, axes: Mapping[str, Any]) -> Call:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +110,11 @@ class Kernseal:
     def struct(self, name: str, **fields: Any) -> Any:
         made = self.ffi.new(f"{name} *", {"struct_size": self.ffi.sizeof(name), **fields})
         return made
+
+    def args(self, op: str, fields: Mapping[str, Any], pointers: Collection[str]) -> Any:
+        """``kseal_<op>_args``; those of its fields that are ``pointers`` come as numbers."""
+        cast = {n: self.ffi.cast("void *", v) if n in pointers else v for n, v in fields.items()}
+        return self.struct(f"kseal_{op}_args", **cast)
 
     def error(self) -> str:
         text = self.ffi.string(self.c.kseal_last_error())

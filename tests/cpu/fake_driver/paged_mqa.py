@@ -51,10 +51,7 @@ class Call:
         return replace(self, fields={**self.fields, **changes})
 
     def args(self, library: Kernseal) -> Any:
-        pointers = {*ALIGN[self.op], "q_scales", "stream"}
-        cast = library.ffi.cast
-        values = {n: cast("void *", v) if n in pointers else v for n, v in self.fields.items()}
-        return library.struct(f"kseal_{self.op}_args", **values)
+        return library.args(self.op, self.fields, {*ALIGN[self.op], "q_scales", "stream"})
 
     def run(self, library: Kernseal, handle: Any) -> int:
         return int(getattr(library.c, f"kseal_{self.op}_run")(handle, self.args(library)))

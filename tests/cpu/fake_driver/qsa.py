@@ -57,9 +57,7 @@ class Call:
         return self.fields.get(name, 0)
 
     def args(self, library: Kernseal) -> Any:
-        cast = library.ffi.cast
-        values = {n: cast("void *", v) if n in POINTERS else v for n, v in self.fields.items()}
-        return library.struct(f"kseal_{OP}_args", **values)
+        return library.args(OP, self.fields, POINTERS)
 
     @property
     def page_capacity(self) -> int:

@@ -70,11 +70,7 @@ class Call:
         return self.fields[name]
 
     def args(self, library: Kernseal) -> Any:
-        values = dict(self.fields)
-        for name, value in values.items():
-            if name in (*POINTERS, "stream"):
-                values[name] = library.ffi.cast("void *", value)
-        return library.struct(f"kseal_{OP}_args", **values)
+        return library.args(OP, self.fields, (*POINTERS, "stream"))
 
 
 def random_call(rng: random.Random, axes: Mapping[str, Any], chunk: int, sms: int) -> Call:

@@ -90,11 +90,7 @@ class Call:
         return self.fields.get(name, 0)
 
     def args(self, library: Kernseal, **changes: Any) -> Any:
-        ffi, values = library.ffi, {**self.fields, **changes}
-        for name, value in values.items():
-            if name in (*ALIGN, "stream"):
-                values[name] = ffi.cast("void *", value)
-        return library.struct(f"kseal_{OP}_args", **values)
+        return library.args(OP, {**self.fields, **changes}, (*ALIGN, "stream"))
 
 
 def address(rng: random.Random, align: int) -> int:

@@ -57,11 +57,7 @@ class Call:
         return self.fields[name]
 
     def args(self, library: Kernseal) -> Any:
-        values = dict(self.fields)
-        for name, value in values.items():
-            if name in (*ALIGN, *OPTIONAL, "stream"):
-                values[name] = library.ffi.cast("void *", value)
-        return library.struct(f"kseal_{OP}_args", **values)
+        return library.args(OP, self.fields, (*ALIGN, *OPTIONAL, "stream"))
 
 
 def random_call(rng: random.Random, axes: Mapping[str, Any]) -> Call:
