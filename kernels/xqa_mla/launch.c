@@ -1,13 +1,12 @@
 /* XQA MLA decode: from kseal_xqa_mla_args to the launch of upstream's kernel_mha for multi-head latent attention. */
 #include <math.h>
-#include <stdbool.h>
-#include <stddef.h>
 
 #include "kernseal_ops.h"
 
+#define OP "xqa_mla"
+#include "xqa_decode/pages.h"
+
 #define LIMIT(name) KSEAL_XQA_MLA_LIMIT_##name
-#define INDEX_END ((int64_t)1 << 32)   /* the kernel multiplies rows and columns of the page table as uint32 */
-#define LENGTH_END ((int64_t)1 << 31)  /* seq_lens may be int32 */
 #define STRIDE_END ((int64_t)1 << 40)  /* bytes: what a TMA descriptor can hold */
 #define ADDRESS_END ((int64_t)1 << 57) /* bytes that an address can reach */
 #define SMALLEST_SCALE 0x1p-96f        /* the kernel masks a logit with the lowest float times the scale */
@@ -28,14 +27,6 @@ struct problem {
 
 /* ---- validation: one function per kind of rule, each naming field, value and what is supported ---- */
 
-#define REFUSE(status, ...) return kseal_fail(status, "xqa_mla: " __VA_ARGS__)
-
-/* Whether a * b, neither negative, is below `end`. */
-static bool product_below(int64_t end, int64_t a, int64_t b) {
-    int64_t product;
-    return !__builtin_mul_overflow(a, b, &product) && product < end;
-}
-
 static struct problem problem_of(const struct kseal_handle *handle, const args_t *a) {
     const uint32_t *axes = handle->variant->axes;
     bool small = axes[KSEAL_XQA_MLA_AXIS_DTYPE] == KSEAL_DTYPE_E4M3;
@@ -52,38 +43,17 @@ static kseal_status check_sizes(const args_t *a, const struct problem *p) {
         REFUSE(KSEAL_UNSUPPORTED, "num_q_heads is %d; %d are supported", a->num_q_heads, LIMIT(NUM_Q_HEADS));
     if (a->batch_size > LIMIT(MAX_GRID))
         REFUSE(KSEAL_OVERFLOW, "batch_size is %lld; up to %d are supported", (long long)a->batch_size, LIMIT(MAX_GRID));
-    if (a->num_pages <= 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_pages is %lld; it must be positive", (long long)a->num_pages);
-    if (a->num_pages > LENGTH_END)
-        REFUSE(KSEAL_OVERFLOW, "num_pages is %lld; the page table holds int32, so up to 2^31 are supported",
-               (long long)a->num_pages);
-    if (a->max_pages_per_seq <= 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "max_pages_per_seq is %lld; it must be positive", (long long)a->max_pages_per_seq);
-    if (!product_below(LENGTH_END, a->max_pages_per_seq, p->page_size))
-        REFUSE(KSEAL_OVERFLOW, "max_pages_per_seq is %lld; max_pages_per_seq * page_size must be below 2^31 (page_size is %lld)",
-               (long long)a->max_pages_per_seq, (long long)p->page_size);
-    if (!product_below(INDEX_END, a->batch_size, a->max_pages_per_seq))
-        REFUSE(KSEAL_OVERFLOW, "max_pages_per_seq is %lld; B * max_pages_per_seq must be below 2^32 (B is %lld)",
-               (long long)a->max_pages_per_seq, (long long)a->batch_size);
-    return KSEAL_OK;
-}
-
-static kseal_status check_scale(const char *name, float scale) {
-    if (!isfinite(scale) || !(scale > 0.0f))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is %g; it must be finite and above 0", name, (double)scale);
-    return KSEAL_OK;
+    return check_pages(a->batch_size, a->num_pages, a->max_pages_per_seq, p->page_size);
 }
 
 static kseal_status check_numbers(const args_t *a) {
-    kseal_status status = KSEAL_OK;
-    if (a->pdl > 1)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "pdl is %u; it must be 0 or 1", a->pdl);
+    CHECK(kseal_check_flag(OP, "pdl", a->pdl));
     if (a->q_scale_ptr == NULL)
-        status = check_scale("q_scale", a->q_scale);
-    if (status == KSEAL_OK && a->kv_scale_ptr == NULL)
-        status = check_scale("kv_scale", a->kv_scale);
-    if (status != KSEAL_OK || a->q_scale_ptr != NULL || a->kv_scale_ptr != NULL)
-        return status;
+        CHECK(kseal_check_positive_scale(OP, "q_scale", a->q_scale));
+    if (a->kv_scale_ptr == NULL)
+        CHECK(kseal_check_positive_scale(OP, "kv_scale", a->kv_scale));
+    if (a->q_scale_ptr != NULL || a->kv_scale_ptr != NULL)
+        return KSEAL_OK;
     float scale = a->q_scale * a->kv_scale;
     if (!isfinite(scale) || scale < SMALLEST_SCALE)
         REFUSE(KSEAL_INVALID_ARGUMENT, "q_scale is %g; q_scale * kv_scale must be finite and at least 2^-96 (kv_scale is %g)",
@@ -101,10 +71,10 @@ static kseal_status check_stride(const char *name, int64_t given, int64_t dense,
     if (stride % align != 0)
         REFUSE(KSEAL_MISALIGNED, "%s is %lld; it must be a multiple of %lld elements, %d bytes", name, (long long)given,
                (long long)align, LIMIT(STRIDE_ALIGN));
-    if (!product_below(STRIDE_END, stride, p->elem_bytes))
+    if (!product_below(STRIDE_END, stride, p->elem_bytes, 1))
         REFUSE(KSEAL_OVERFLOW, "%s is %lld; it must be below 2^40 bytes", name, (long long)stride);
     *bytes = stride * p->elem_bytes;
-    if (!product_below(ADDRESS_END, *bytes, count - 1))
+    if (!product_below(ADDRESS_END, *bytes, count - 1, 1))
         REFUSE(KSEAL_OVERFLOW, "%s is %lld; the last of %lld must begin below 2^57 bytes", name, (long long)stride,
                (long long)count);
     return KSEAL_OK;
@@ -112,45 +82,23 @@ static kseal_status check_stride(const char *name, int64_t given, int64_t dense,
 
 static kseal_status check_strides(const args_t *a, struct problem *p) {
     int64_t row = LIMIT(HEAD_DIM);
-    kseal_status status = check_stride("kv_page_stride", a->kv_page_stride, p->page_size * row, a->num_pages, p, &p->page_stride);
-    if (status == KSEAL_OK)
-        status = check_stride("kv_token_stride", a->kv_token_stride, row, p->page_size, p, &p->token_stride);
-    return status;
-}
-
-struct pointer {
-    const char *name;
-    const void *value;
-    uint32_t align;
-    bool needed;
-};
-
-static kseal_status check_pointer(const struct pointer *p) {
-    if (p->value == NULL && p->needed)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is null; it is needed", p->name);
-    if ((uintptr_t)p->value % p->align != 0)
-        REFUSE(KSEAL_MISALIGNED, "%s is %p; it must be aligned to %u bytes", p->name, p->value, p->align);
-    return KSEAL_OK;
+    CHECK(check_stride("kv_page_stride", a->kv_page_stride, p->page_size * row, a->num_pages, p, &p->page_stride));
+    return check_stride("kv_token_stride", a->kv_token_stride, row, p->page_size, p, &p->token_stride);
 }
 
 static kseal_status check_pointers(const args_t *a) {
-    const struct pointer pointers[] = {
-        {"q", a->q, LIMIT(ALIGN_Q), true},
-        {"k", a->k, LIMIT(ALIGN_K), true},
-        {"v", a->v, LIMIT(ALIGN_V), true},
-        {"o", a->o, LIMIT(ALIGN_O), true},
-        {"page_table", a->page_table, LIMIT(ALIGN_PAGE_TABLE), true},
-        {"seq_lens", a->seq_lens, LIMIT(ALIGN_SEQ_LENS), true},
-        {"q_scale_ptr", a->q_scale_ptr, LIMIT(ALIGN_Q_SCALE_PTR), false},
-        {"kv_scale_ptr", a->kv_scale_ptr, LIMIT(ALIGN_KV_SCALE_PTR), false},
-        {"workspace", a->workspace, LIMIT(ALIGN_WORKSPACE), true},
+    const struct kseal_pointer pointers[] = {
+        {"q", a->q, LIMIT(ALIGN_Q), KSEAL_NEEDED, NULL},
+        {"k", a->k, LIMIT(ALIGN_K), KSEAL_NEEDED, NULL},
+        {"v", a->v, LIMIT(ALIGN_V), KSEAL_NEEDED, NULL},
+        {"o", a->o, LIMIT(ALIGN_O), KSEAL_NEEDED, NULL},
+        {"page_table", a->page_table, LIMIT(ALIGN_PAGE_TABLE), KSEAL_NEEDED, NULL},
+        {"seq_lens", a->seq_lens, LIMIT(ALIGN_SEQ_LENS), KSEAL_NEEDED, NULL},
+        {"q_scale_ptr", a->q_scale_ptr, LIMIT(ALIGN_Q_SCALE_PTR), KSEAL_OPTIONAL, NULL},
+        {"kv_scale_ptr", a->kv_scale_ptr, LIMIT(ALIGN_KV_SCALE_PTR), KSEAL_OPTIONAL, NULL},
+        {"workspace", a->workspace, LIMIT(ALIGN_WORKSPACE), KSEAL_NEEDED, NULL},
     };
-    for (size_t i = 0; i < sizeof pointers / sizeof *pointers; i++) {
-        kseal_status status = check_pointer(&pointers[i]);
-        if (status != KSEAL_OK)
-            return status;
-    }
-    return KSEAL_OK;
+    return kseal_check_pointers(OP, pointers, sizeof pointers / sizeof *pointers);
 }
 
 static kseal_status check_scratch(const args_t *a, const struct problem *p) {
@@ -160,36 +108,26 @@ static kseal_status check_scratch(const args_t *a, const struct problem *p) {
     return KSEAL_OK;
 }
 
+/* An empty batch needs nothing. */
 static kseal_status plan(const args_t *a, struct problem *p) {
-    kseal_status status = check_sizes(a, p);
-    if (status == KSEAL_OK)
-        status = check_numbers(a);
-    if (status == KSEAL_OK)
-        status = check_strides(a, p);
-    if (status == KSEAL_OK)
-        p->workspace_bytes = (uint64_t)a->batch_size * LIMIT(WORKSPACE_PER_SEQ);
-    return status;
-}
-
-static kseal_status check_batch(const args_t *a) {
-    if (a->batch_size < 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "batch_size is %lld; it must not be negative", (long long)a->batch_size);
+    CHECK(kseal_check_not_negative(OP, "batch_size", a->batch_size));
+    if (a->batch_size == 0)
+        return KSEAL_OK;
+    CHECK(check_sizes(a, p));
+    CHECK(check_numbers(a));
+    CHECK(check_strides(a, p));
+    p->workspace_bytes = (uint64_t)a->batch_size * LIMIT(WORKSPACE_PER_SEQ);
     return KSEAL_OK;
 }
 
 kseal_status kseal_xqa_mla_launch_workspace(const struct kseal_handle *handle, const args_t *args, uint64_t *bytes) {
     struct problem p = problem_of(handle, args);
-    kseal_status status = check_batch(args);
-    if (status == KSEAL_OK && args->batch_size > 0)
-        status = plan(args, &p);
-    if (status == KSEAL_OK)
-        *bytes = p.workspace_bytes;
-    return status;
+    CHECK(plan(args, &p));
+    *bytes = p.workspace_bytes;
+    return KSEAL_OK;
 }
 
 /* ---- the TMA descriptors ---- */
-
-static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int type_of(const struct problem *p) {
     return p->small ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -237,32 +175,19 @@ struct maps {
 };
 
 static kseal_status encode(const struct problem *p, struct maps *maps) {
-    kseal_status status = encode_q(p, &maps->q);
-    if (status == KSEAL_OK)
-        status = encode_cache(p, p->args->k, PART_ELEMS, &maps->k);
-    if (status == KSEAL_OK)
-        status = encode_cache(p, p->args->v, p->small ? 128 : 64, &maps->v);
-    return status;
+    CHECK(encode_q(p, &maps->q));
+    CHECK(encode_cache(p, p->args->k, PART_ELEMS, &maps->k));
+    return encode_cache(p, p->args->v, p->small ? 128 : 64, &maps->v);
 }
 
 /* ---- the launch ---- */
-
-/* KVCacheList<true>: passed by value. */
-struct cache_list {
-    const void *k, *v;
-    const void *page_table;
-    const void *seq_lens;
-    uint32_t max_pages_per_seq;
-};
 
 static kseal_status launch(const struct kseal_handle *handle, const struct problem *p) {
     args_t a = *p->args;
     uint32_t batch = (uint32_t)a.batch_size;
     struct cache_list cache = {a.k, a.v, a.page_table, a.seq_lens, (uint32_t)a.max_pages_per_seq};
     struct maps maps;
-    kseal_status status = encode(p, &maps);
-    if (status != KSEAL_OK)
-        return status;
+    CHECK(encode(p, &maps));
     /* Semaphores and partial results are for a sequence that several clusters share: not here. */
     void *semaphores = NULL, *partial_results = NULL;
     void *params[] = {&maps.q, &maps.k,     &maps.v,         &a.q_scale,   &a.q_scale_ptr, &a.o,            &cache,
@@ -278,15 +203,11 @@ static kseal_status launch(const struct kseal_handle *handle, const struct probl
 
 kseal_status kseal_xqa_mla_launch_run(const struct kseal_handle *handle, const args_t *args) {
     struct problem p = problem_of(handle, args);
-    kseal_status status = check_batch(args);
-    if (status != KSEAL_OK || args->batch_size == 0)
-        return status;
-    status = plan(args, &p);
-    if (status == KSEAL_OK)
-        status = check_pointers(args);
-    if (status == KSEAL_OK)
-        status = check_scratch(args, &p);
-    if (status == KSEAL_OK)
-        status = kseal_handle_check_device(handle);
-    return status == KSEAL_OK ? launch(handle, &p) : status;
+    CHECK(plan(args, &p));
+    if (args->batch_size == 0)
+        return KSEAL_OK;
+    CHECK(check_pointers(args));
+    CHECK(check_scratch(args, &p));
+    CHECK(kseal_handle_check_device(handle));
+    return launch(handle, &p);
 }
