@@ -1,11 +1,14 @@
 /*
- * What launch code of several ops checks of a run's arguments. A launch.c defines OP, its op's name, before it uses these: every
- * message begins with it, then names the field, its value and what is supported.
+ * What launch code of several ops checks of a run's arguments. A launch.c defines OP, the name of its op, with which every
+ * message begins; then come the field, its value and what is supported.
  */
 #ifndef KSEAL_CORE_CHECK_H
 #define KSEAL_CORE_CHECK_H
 
 #include "error.h"
+
+/* Why a field is as it must be, where that follows from a boolean axis of the config: `p->axis`. */
+#define SINCE(p, axis) ((p)->axis ? "config." #axis " is 1" : "config." #axis " is 0")
 
 /* Returns from the function: with a status and a message, or with the status of a check that failed. */
 #define REFUSE(status, ...) return kseal_fail(status, OP ": " __VA_ARGS__)

@@ -1,14 +1,15 @@
 /* GDN decode: from kseal_gdn_decode_args to the argument list of the variant's CuTe host function. */
-#include <math.h>
-#include <stdbool.h>
-#include <stddef.h>
-
+#include "check.h"
 #include "kernseal_ops.h"
+#include "list.h"
+#include "whole.h"
 
+#define OP "gdn_decode"
 #define LIMIT(name) KSEAL_GDN_DECODE_LIMIT_##name
 #define D LIMIT(HEAD_DIM)
 #define VECTOR 8                            /* elements of a 16-byte load: strides of what is loaded so are multiples */
-#define INDEX_END ((int64_t)1 << 31)        /* counts are int32 in the kernels; offsets of rows are not */
+#define INDEX_BITS 31                       /* counts are int32 in the kernels; offsets of rows are not */
+#define INDEX_END ((int64_t)1 << INDEX_BITS)
 #define ADDRESS_END ((int64_t)1 << 60)      /* elements of a tensor, whose bytes must fit int64 */
 
 typedef kseal_gdn_decode_args args_t;
@@ -30,17 +31,8 @@ kseal_status kseal_gdn_decode_launch_workspace(const struct kseal_handle *handle
 
 /* ---- validation: one function per kind of rule, each naming field, value and what is supported ---- */
 
-#define REFUSE(status, ...) return kseal_fail(status, "gdn_decode: " __VA_ARGS__)
-
-/* Whether a * b * c, none negative, is below `end`. */
-static bool product_below(int64_t end, int64_t a, int64_t b, int64_t c) {
-    int64_t product;
-    return !__builtin_mul_overflow(a, b, &product) && !__builtin_mul_overflow(product, c, &product) && product < end;
-}
-
 static kseal_status check_heads(const args_t *a) {
-    if (a->num_q_heads <= 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_q_heads is %d; it must be positive", a->num_q_heads);
+    CHECK(kseal_check_positive(OP, "num_q_heads", a->num_q_heads));
     if (a->num_v_heads <= 0 || a->num_v_heads % a->num_q_heads != 0)
         REFUSE(KSEAL_INVALID_ARGUMENT, "num_v_heads is %d; it must be a positive multiple of num_q_heads, which is %d",
                a->num_v_heads, a->num_q_heads);
@@ -52,22 +44,17 @@ static kseal_status check_heads(const args_t *a) {
 }
 
 static kseal_status check_counts(const args_t *a, const struct problem *p) {
-    if (!isfinite(a->scale) || a->scale == 0.0f)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "scale is %g; it must be finite and not 0", (double)a->scale);
+    CHECK(kseal_check_scale(OP, "scale", a->scale));
     if (!product_below(INDEX_END, a->batch_size, a->num_v_heads, p->tiles))
         REFUSE(KSEAL_OVERFLOW, "batch_size is %lld; B * Hv * D / tile_v must be below 2^31 (Hv is %d, D / tile_v is %d)",
                (long long)a->batch_size, a->num_v_heads, p->tiles);
-    if (a->pool_rows <= 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "pool_rows is %lld; it must be positive", (long long)a->pool_rows);
-    if (a->pool_rows >= INDEX_END)
-        REFUSE(KSEAL_OVERFLOW, "pool_rows is %lld; it must be below 2^31", (long long)a->pool_rows);
-    return KSEAL_OK;
+    CHECK(kseal_check_positive(OP, "pool_rows", a->pool_rows));
+    return kseal_check_below(OP, "pool_rows", a->pool_rows, INDEX_BITS);
 }
 
 static kseal_status check_steps(const args_t *a, const struct problem *p) {
-    if (!p->intermediate_states && a->intermediate_steps != 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "intermediate_steps is %lld; it must be 0, since config.intermediate_states is 0",
-               (long long)a->intermediate_steps);
+    if (!p->intermediate_states)
+        CHECK(kseal_check_zero(OP, "intermediate_steps", a->intermediate_steps, SINCE(p, intermediate_states)));
     if (p->intermediate_states && a->intermediate_steps < p->tokens)
         REFUSE(KSEAL_INVALID_ARGUMENT, "intermediate_steps is %lld; it must be at least config.tokens, which is %d",
                (long long)a->intermediate_steps, p->tokens);
@@ -86,12 +73,7 @@ struct stride_rule {
 };
 
 static kseal_status check_stride(const struct stride_rule *r) {
-    *r->stride = r->given != 0 ? r->given : r->dense;
-    if (*r->stride < r->dense)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is %lld; it must be at least %lld, or 0 for that", r->name, (long long)r->given,
-               (long long)r->dense);
-    if (*r->stride % r->unit != 0)
-        REFUSE(KSEAL_MISALIGNED, "%s is %lld; it must be a multiple of %d", r->name, (long long)r->given, r->unit);
+    CHECK(kseal_check_stride(OP, r->name, r->given, r->dense, r->unit, r->stride));
     if (!product_below(ADDRESS_END, *r->stride, r->rows, 1))
         REFUSE(KSEAL_OVERFLOW, "%s is %lld; times %lld rows it must be below 2^60", r->name, (long long)r->given,
                (long long)r->rows);
@@ -109,55 +91,30 @@ static kseal_status check_strides(const args_t *a, struct problem *p) {
         {"b_token_stride", a->b_token_stride, hv, rows, 1, &p->b_stride},
         {"state_row_stride", a->state_row_stride, hv * D * D, a->pool_rows, VECTOR, &p->row_stride},
     };
-    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
-        kseal_status status = check_stride(&rules[i]);
-        if (status != KSEAL_OK)
-            return status;
-    }
-    return KSEAL_OK;
-}
-
-struct pointer {
-    const char *name;
-    const void *value;
-    uint32_t align;
-    bool needed;
-    const char *axis; /* of the config, that says so; null where it always is */
-};
-
-static kseal_status check_pointer(const struct pointer *p) {
-    if (p->value == NULL && p->needed)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is null; it is needed%s%s%s", p->name, p->axis ? ", since config." : "",
-               p->axis ? p->axis : "", p->axis ? " is 1" : "");
-    if (p->value != NULL && !p->needed)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is %p; it must be null, since config.%s is 0", p->name, p->value, p->axis);
-    if ((uintptr_t)p->value % p->align != 0)
-        REFUSE(KSEAL_MISALIGNED, "%s is %p; it must be aligned to %u bytes", p->name, p->value, p->align);
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+        CHECK(check_stride(&rules[i]));
     return KSEAL_OK;
 }
 
 static kseal_status check_pointers(const args_t *a, const struct problem *p) {
-    const struct pointer pointers[] = {
-        {"q", a->q, LIMIT(ALIGN_Q), true, NULL},
-        {"k", a->k, LIMIT(ALIGN_K), true, NULL},
-        {"v", a->v, LIMIT(ALIGN_V), true, NULL},
-        {"a", a->a, LIMIT(ALIGN_A), true, NULL},
-        {"b", a->b, LIMIT(ALIGN_B), true, NULL},
-        {"a_log", a->a_log, LIMIT(ALIGN_A_LOG), true, NULL},
-        {"dt_bias", a->dt_bias, LIMIT(ALIGN_DT_BIAS), true, NULL},
-        {"o", a->o, LIMIT(ALIGN_O), true, NULL},
-        {"state", a->state, LIMIT(ALIGN_STATE), true, NULL},
-        {"state_indices", a->state_indices, p->index_size, true, NULL},
-        {"output_state_indices", a->output_state_indices, p->index_size, p->output_indices, "output_indices"},
-        {"intermediate_states", a->intermediate_states, LIMIT(ALIGN_INTERMEDIATE_STATES), p->intermediate_states,
-         "intermediate_states"},
+    enum kseal_presence output = p->output_indices ? KSEAL_NEEDED : KSEAL_UNWANTED;
+    enum kseal_presence intermediate = p->intermediate_states ? KSEAL_NEEDED : KSEAL_UNWANTED;
+    const struct kseal_pointer pointers[] = {
+        {"q", a->q, LIMIT(ALIGN_Q), KSEAL_NEEDED, NULL},
+        {"k", a->k, LIMIT(ALIGN_K), KSEAL_NEEDED, NULL},
+        {"v", a->v, LIMIT(ALIGN_V), KSEAL_NEEDED, NULL},
+        {"a", a->a, LIMIT(ALIGN_A), KSEAL_NEEDED, NULL},
+        {"b", a->b, LIMIT(ALIGN_B), KSEAL_NEEDED, NULL},
+        {"a_log", a->a_log, LIMIT(ALIGN_A_LOG), KSEAL_NEEDED, NULL},
+        {"dt_bias", a->dt_bias, LIMIT(ALIGN_DT_BIAS), KSEAL_NEEDED, NULL},
+        {"o", a->o, LIMIT(ALIGN_O), KSEAL_NEEDED, NULL},
+        {"state", a->state, LIMIT(ALIGN_STATE), KSEAL_NEEDED, NULL},
+        {"state_indices", a->state_indices, p->index_size, KSEAL_NEEDED, NULL},
+        {"output_state_indices", a->output_state_indices, p->index_size, output, SINCE(p, output_indices)},
+        {"intermediate_states", a->intermediate_states, LIMIT(ALIGN_INTERMEDIATE_STATES), intermediate,
+         SINCE(p, intermediate_states)},
     };
-    for (size_t i = 0; i < sizeof pointers / sizeof *pointers; i++) {
-        kseal_status status = check_pointer(&pointers[i]);
-        if (status != KSEAL_OK)
-            return status;
-    }
-    return KSEAL_OK;
+    return kseal_check_pointers(OP, pointers, sizeof pointers / sizeof *pointers);
 }
 
 /* Checks everything and fills in `p`. */
@@ -171,16 +128,11 @@ static kseal_status validate(const struct kseal_handle *handle, const args_t *a,
         .intermediate_states = axes[KSEAL_GDN_DECODE_AXIS_INTERMEDIATE_STATES] != 0,
         .index_size = axes[KSEAL_GDN_DECODE_AXIS_INDEX_DTYPE] == KSEAL_DTYPE_I64 ? sizeof(int64_t) : sizeof(int32_t),
     };
-    kseal_status status = check_heads(a);
-    if (status == KSEAL_OK)
-        status = check_counts(a, p);
-    if (status == KSEAL_OK)
-        status = check_steps(a, p);
-    if (status == KSEAL_OK)
-        status = check_strides(a, p);
-    if (status == KSEAL_OK)
-        status = check_pointers(a, p);
-    return status;
+    CHECK(check_heads(a));
+    CHECK(check_counts(a, p));
+    CHECK(check_steps(a, p));
+    CHECK(check_strides(a, p));
+    return check_pointers(a, p);
 }
 
 /* ---- upstream's rule for a batch; rule.py is the same for torch ---- */
@@ -188,10 +140,8 @@ static kseal_status validate(const struct kseal_handle *handle, const args_t *a,
 kseal_status kseal_gdn_decode_launch_choose(const args_t *a, uint32_t sm_count, kseal_gdn_decode_config *config) {
     if (config->tokens == 0)
         REFUSE(KSEAL_INVALID_ARGUMENT, "config.tokens is 0; it must be positive");
-    if (a->batch_size < 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "batch_size is %lld; it must not be negative", (long long)a->batch_size);
-    if (a->num_v_heads <= 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_v_heads is %d; it must be positive", a->num_v_heads);
+    CHECK(kseal_check_not_negative(OP, "batch_size", a->batch_size));
+    CHECK(kseal_check_positive(OP, "num_v_heads", a->num_v_heads));
     if (!product_below(INDEX_END, a->batch_size, a->num_v_heads, 1))
         REFUSE(KSEAL_OVERFLOW, "batch_size is %lld; B * Hv must be below 2^31 (Hv is %d)", (long long)a->batch_size,
                a->num_v_heads);
@@ -207,12 +157,7 @@ kseal_status kseal_gdn_decode_launch_choose(const args_t *a, uint32_t sm_count, 
     return KSEAL_OK;
 }
 
-/* ---- the argument list: tensors as CuTe passes them, the base, then what is not compiled in ---- */
-
-struct vector {
-    const void *data;
-    int32_t size;
-};
+/* ---- the argument list ---- */
 
 /* [B, T, heads] or [B, T, heads, D]. */
 struct rows {
@@ -232,21 +177,6 @@ static struct rows rows_of(const struct problem *p, const void *data, int32_t he
     return (struct rows){data, (int32_t)p->args->batch_size, heads, p->tokens * stride, stride};
 }
 
-#define MAX_ARGS 20
-
-struct arg_list {
-    void *args[MAX_ARGS];
-    int32_t count;
-};
-
-static void add(struct arg_list *list, void *arg) { list->args[list->count++] = arg; }
-
-/* An argument that this variant was compiled without is not in its list at all. */
-static void add_if(struct arg_list *list, bool present, void *arg) {
-    if (present)
-        add(list, arg);
-}
-
 static kseal_status launch(const struct kseal_handle *handle, const struct problem *p) {
     args_t a = *p->args;
     int32_t hq = a.num_q_heads, hv = a.num_v_heads, batch = (int32_t)a.batch_size, steps = (int32_t)a.intermediate_steps;
@@ -257,7 +187,7 @@ static kseal_status launch(const struct kseal_handle *handle, const struct probl
     struct rows q = rows_of(p, a.q, hq, p->q_stride), k = rows_of(p, a.k, hq, p->k_stride);
     struct rows v = rows_of(p, a.v, hv, p->v_stride), o = rows_of(p, a.o, hv, p->o_stride);
     struct rows gate = rows_of(p, a.a, hv, p->a_stride), beta = rows_of(p, a.b, hv, p->b_stride);
-    struct arg_list list = {.count = 0};
+    struct list list = {.count = 0};
     add(&list, &state);
     add_if(&list, p->intermediate_states, &intermediate);
     add(&list, &a_log);
@@ -280,12 +210,10 @@ static kseal_status launch(const struct kseal_handle *handle, const struct probl
 
 kseal_status kseal_gdn_decode_launch_run(const struct kseal_handle *handle, const args_t *args) {
     struct problem p;
-    if (args->batch_size < 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "batch_size is %lld; it must not be negative", (long long)args->batch_size);
+    CHECK(kseal_check_not_negative(OP, "batch_size", args->batch_size));
     if (args->batch_size == 0)
         return KSEAL_OK;
-    kseal_status status = validate(handle, args, &p);
-    if (status == KSEAL_OK)
-        status = kseal_handle_check_device(handle);
-    return status == KSEAL_OK ? launch(handle, &p) : status;
+    CHECK(validate(handle, args, &p));
+    CHECK(kseal_handle_check_device(handle));
+    return launch(handle, &p);
 }
