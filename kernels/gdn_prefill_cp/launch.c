@@ -1,6 +1,4 @@
 /* Context-parallel GDN prefill: from kseal_gdn_prefill_cp_args to the argument list of the variant's CuTe host function. */
-#include <math.h>
-
 #include "kernseal_ops.h"
 #include "whole.h"
 
@@ -26,12 +24,11 @@ static int64_t slots(int64_t seqs, int64_t tokens, int64_t unit) {
 
 /* The least whole number whose square is at least `value`, for values below 2^52. */
 static int64_t root_up(int64_t value) {
-    int64_t root = (int64_t)sqrt((double)value);
-    while (root * root < value)
-        root++;
-    while (root > 0 && (root - 1) * (root - 1) >= value)
-        root--;
-    return root;
+    int64_t below = 0; /* the greatest whose square is below it; sqrt would need libm */
+    for (int64_t bit = (int64_t)1 << 26; bit > 0; bit /= 2)
+        if ((below + bit) * (below + bit) < value)
+            below += bit;
+    return value > 0 ? below + 1 : 0;
 }
 
 struct cut {
