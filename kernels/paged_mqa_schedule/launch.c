@@ -1,14 +1,12 @@
 /* Schedules of paged MQA logits: from kseal_paged_mqa_schedule_args to the arguments of the variant's CuTe host function. */
-#include <stddef.h>
-
+#include "check.h"
 #include "kernseal_ops.h"
 
+#define OP "paged_mqa_schedule"
 #define LIMIT(name) KSEAL_PAGED_MQA_SCHEDULE_LIMIT_##name
 #define STRIDE_END ((int64_t)1 << 40) /* elements; the last entry of a batch then begins below 2^55 bytes */
 
 typedef kseal_paged_mqa_schedule_args args_t;
-
-#define REFUSE(status, ...) return kseal_fail(status, "paged_mqa_schedule: " __VA_ARGS__)
 
 kseal_status kseal_paged_mqa_schedule_launch_workspace(const struct kseal_handle *handle, const args_t *args,
                                                        uint64_t *bytes) {
@@ -34,21 +32,13 @@ static kseal_status check_sizes(const args_t *a, uint32_t atoms) {
     return KSEAL_OK;
 }
 
-static kseal_status check_pointer(const char *name, const void *value, uint32_t align) {
-    if (value == NULL)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is null; it is needed", name);
-    if ((uintptr_t)value % align != 0)
-        REFUSE(KSEAL_MISALIGNED, "%s is %p; it must be aligned to %u bytes", name, value, align);
-    return KSEAL_OK;
-}
-
 static kseal_status validate(const struct kseal_handle *handle, const args_t *a) {
-    kseal_status status = check_sizes(a, atoms_of(handle));
-    if (status == KSEAL_OK)
-        status = check_pointer("seq_lens", a->seq_lens, LIMIT(ALIGN_SEQ_LENS));
-    if (status == KSEAL_OK)
-        status = check_pointer("schedule", a->schedule, LIMIT(ALIGN_SCHEDULE));
-    return status;
+    const struct kseal_pointer pointers[] = {
+        {"seq_lens", a->seq_lens, LIMIT(ALIGN_SEQ_LENS), KSEAL_NEEDED, NULL},
+        {"schedule", a->schedule, LIMIT(ALIGN_SCHEDULE), KSEAL_NEEDED, NULL},
+    };
+    CHECK(check_sizes(a, atoms_of(handle)));
+    return kseal_check_pointers(OP, pointers, sizeof pointers / sizeof *pointers);
 }
 
 /* Tensors as CuTe passes them: the base, then the extents and strides that are not compiled in. */
@@ -73,14 +63,10 @@ static kseal_status launch(const struct kseal_handle *handle, const args_t *a) {
 }
 
 kseal_status kseal_paged_mqa_schedule_launch_run(const struct kseal_handle *handle, const args_t *args) {
-    if (args->batch_size < 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "batch_size is %lld; it must not be negative", (long long)args->batch_size);
+    CHECK(kseal_check_not_negative(OP, "batch_size", args->batch_size));
     if (args->batch_size == 0)
         return KSEAL_OK;
-    kseal_status status = validate(handle, args);
-    if (status == KSEAL_OK)
-        status = kseal_handle_check_device(handle);
-    if (status != KSEAL_OK)
-        return status;
+    CHECK(validate(handle, args));
+    CHECK(kseal_handle_check_device(handle));
     return launch(handle, args);
 }
