@@ -1,14 +1,13 @@
 /* QSA attention: from kseal_qsa_attention_args to the argument list of the variant's CuTe host function. */
-#include <math.h>
-#include <stdbool.h>
-#include <stddef.h>
-
 #include "kernseal_ops.h"
+#include "list.h"
 #include "qsa_attention/policy.h"
+
+#define OP "qsa_attention"
+#include "qsa_attention/tables.h"
 
 #define LIMIT(name) KSEAL_QSA_ATTENTION_LIMIT_##name
 #define AXIS(name) KSEAL_QSA_ATTENTION_AXIS_##name
-#define INDEX_END ((int64_t)1 << 31)  /* the kernels index rows and elements with int32 */
 #define STRIDE_END ((int64_t)1 << 40) /* bytes, of a tensor map */
 #define STRIDE_BYTES 16               /* what every stride of a tensor map is a multiple of */
 #define PARTIAL_BYTES 2               /* an element of a split's output: bf16 or f16 */
@@ -28,20 +27,11 @@ struct problem {
     uint64_t stats_offset, workspace;
 };
 
-#define REFUSE(status, ...) return kseal_fail(status, "qsa_attention: " __VA_ARGS__)
-
-/* Whether a * b * c, none negative, is below `end`. */
-static bool product_below(int64_t end, int64_t a, int64_t b, int64_t c) {
-    int64_t product;
-    return !__builtin_mul_overflow(a, b, &product) && !__builtin_mul_overflow(product, c, &product) && product < end;
-}
-
 /* ---- validation: one function per kind of rule, each naming field, value and what is supported ---- */
 
 static kseal_status check_heads(const args_t *a, const struct problem *p) {
-    int32_t most = p->tile_q / p->heads_per_kv < LIMIT(MAX_GROUP) ? p->tile_q / p->heads_per_kv : LIMIT(MAX_GROUP);
-    if (a->num_kv_heads <= 0 || a->num_kv_heads > LIMIT(MAX_ROUTES))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_kv_heads is %d; it must be from 1 to %d", a->num_kv_heads, LIMIT(MAX_ROUTES));
+    int32_t most = (int32_t)at_most(p->tile_q / p->heads_per_kv, LIMIT(MAX_GROUP));
+    CHECK(kseal_check_range(OP, "num_kv_heads", a->num_kv_heads, 1, LIMIT(MAX_ROUTES)));
     if (a->num_q_heads != (int64_t)a->num_kv_heads * p->heads_per_kv)
         REFUSE(KSEAL_INVALID_ARGUMENT, "num_q_heads is %d; it must be %d times num_kv_heads (%d), as config.heads_per_kv says",
                a->num_q_heads, p->heads_per_kv, a->num_kv_heads);
@@ -57,34 +47,22 @@ static kseal_status check_heads(const args_t *a, const struct problem *p) {
 }
 
 static kseal_status check_selection(const args_t *a) {
-    if (a->block_topk < 1 || a->block_topk > LIMIT(MAX_TOPK))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "block_topk is %d; it must be from 1 to %d", a->block_topk, LIMIT(MAX_TOPK));
-    if (a->max_seq_len < 1 || a->max_seq_len > LIMIT(MAX_SEQ_LEN))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "max_seq_len is %lld; it must be from 1 to %d", (long long)a->max_seq_len,
-               LIMIT(MAX_SEQ_LEN));
-    return KSEAL_OK;
+    CHECK(kseal_check_range(OP, "block_topk", a->block_topk, 1, LIMIT(MAX_TOPK)));
+    return kseal_check_range(OP, "max_seq_len", a->max_seq_len, 1, LIMIT(MAX_SEQ_LEN));
 }
 
 static kseal_status check_counts(const args_t *a, const struct problem *p) {
-    if (a->num_routes > LIMIT(MAX_ROUTES))
-        REFUSE(KSEAL_OVERFLOW, "num_routes is %lld; at most %d are supported", (long long)a->num_routes, LIMIT(MAX_ROUTES));
-    if (a->total_q < a->num_routes || a->total_q > a->num_routes * a->group)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "total_q is %lld; it must be from %lld to %lld: num_routes of 1 to %d tokens each",
-               (long long)a->total_q, (long long)a->num_routes, (long long)a->num_routes * a->group, a->group);
+    CHECK(check_routes(a->num_routes, LIMIT(MAX_ROUTES), a->total_q, a->group));
     if (!product_below(INDEX_END, a->num_routes * a->group, a->num_q_heads, p->head_dim))
         REFUSE(KSEAL_OVERFLOW, "num_routes is %lld; R * group * Hq * D must be below 2^31 (group is %d, Hq %d, D %d)",
                (long long)a->num_routes, a->group, a->num_q_heads, p->head_dim);
-    if (!isfinite(a->scale) || a->scale == 0.0f)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "scale is %g; it must be finite and not 0", (double)a->scale);
-    if (!isfinite(a->out_scale) || a->out_scale == 0.0f)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "out_scale is %g; it must be finite and not 0", (double)a->out_scale);
-    return KSEAL_OK;
+    CHECK(kseal_check_scale(OP, "scale", a->scale));
+    return kseal_check_scale(OP, "out_scale", a->out_scale);
 }
 
 static kseal_status check_pages(const args_t *a, const struct problem *p) {
     int64_t fragments = p->selection.page_size / kseal_qsa_fragment(&p->selection);
-    if (a->num_pages <= 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_pages is %lld; it must be positive", (long long)a->num_pages);
+    CHECK(kseal_check_positive(OP, "num_pages", a->num_pages));
     if (!product_below(INDEX_END, a->num_pages, fragments, p->flat_heads > 1 ? p->flat_heads : 1))
         REFUSE(KSEAL_OVERFLOW, "num_pages is %lld; times %lld fragments a page it must be below 2^31", (long long)a->num_pages,
                (long long)fragments * (p->flat_heads > 1 ? p->flat_heads : 1));
@@ -137,103 +115,51 @@ static kseal_status check_strides(const args_t *a, struct problem *p) {
     p->token_stride = a->kv_token_stride != 0 ? a->kv_token_stride : token;
     p->head_stride = a->kv_head_stride != 0 ? a->kv_head_stride : head;
     p->page_stride = a->kv_page_stride != 0 ? a->kv_page_stride : page;
-    kseal_status status = check_kv_stride("kv_page_stride", a->kv_page_stride, p->page_stride, p);
-    if (status == KSEAL_OK)
-        status = check_kv_stride("kv_head_stride", a->kv_head_stride, p->head_stride, p);
-    if (status == KSEAL_OK)
-        status = check_kv_stride("kv_token_stride", a->kv_token_stride, p->token_stride, p);
-    if (status == KSEAL_OK)
-        status = check_overlap(a, p);
-    if (status == KSEAL_OK && p->flat_heads != 0 &&
-        (p->token_stride != token || p->head_stride != head || p->page_stride != page))
+    CHECK(check_kv_stride("kv_page_stride", a->kv_page_stride, p->page_stride, p));
+    CHECK(check_kv_stride("kv_head_stride", a->kv_head_stride, p->head_stride, p));
+    CHECK(check_kv_stride("kv_token_stride", a->kv_token_stride, p->token_stride, p));
+    CHECK(check_overlap(a, p));
+    if (p->flat_heads != 0 && (p->token_stride != token || p->head_stride != head || p->page_stride != page))
         REFUSE(KSEAL_INVALID_ARGUMENT,
                "kv_page_stride, kv_head_stride, kv_token_stride are %lld, %lld, %lld; they must be %lld, %lld, %lld, since "
                "config.flat_kv_heads is not 0",
                (long long)p->page_stride, (long long)p->head_stride, (long long)p->token_stride, (long long)page,
                (long long)head, (long long)token);
-    return status;
-}
-
-/* Writes the stride to use: `given`, or `dense` where that is 0. */
-static kseal_status check_row_stride(const char *name, int64_t given, int64_t dense, int64_t *stride) {
-    *stride = given != 0 ? given : dense;
-    if (*stride < dense)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is %lld; it must be at least %lld, or 0 for that", name, (long long)given,
-               (long long)dense);
     return KSEAL_OK;
 }
 
 /* The tables that an ungrouped variant reads; qsa_metadata reads those of a grouped one. */
 static kseal_status check_tables(const args_t *a, struct problem *p) {
-    const struct {
-        const char *name;
-        int64_t value;
-    } unwanted[] = {
-        {"num_requests", a->num_requests},
-        {"max_pages_per_request", a->max_pages_per_request},
-        {"block_indices_stride", a->block_indices_stride},
-        {"block_table_stride", a->block_table_stride},
-    };
-    for (size_t i = 0; p->grouped && i < sizeof unwanted / sizeof *unwanted; i++)
-        if (unwanted[i].value != 0)
-            REFUSE(KSEAL_INVALID_ARGUMENT, "%s is %lld; it must be 0, since config.grouped is 1", unwanted[i].name,
-                   (long long)unwanted[i].value);
-    if (p->grouped)
-        return KSEAL_OK;
-    int64_t page = p->selection.page_size, least = (a->max_seq_len + page - 1) / page;
-    if (a->num_requests <= 0 || a->num_requests >= INDEX_END)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_requests is %lld; it must be positive and below 2^31", (long long)a->num_requests);
-    if (a->max_pages_per_request < least || a->max_pages_per_request >= INDEX_END)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "max_pages_per_request is %lld; it must be at least %lld for max_seq_len, and below 2^31",
-               (long long)a->max_pages_per_request, (long long)least);
-    kseal_status status =
-        check_row_stride("block_indices_stride", a->block_indices_stride, a->block_topk, &p->indices_stride);
-    if (status == KSEAL_OK)
-        status = check_row_stride("block_table_stride", a->block_table_stride, a->max_pages_per_request, &p->table_stride);
-    return status;
-}
-
-struct pointer {
-    const char *name;
-    const void *value;
-    uint32_t align;
-    int grouped; /* the value of config.grouped that has it, or -1 for both */
-};
-
-static kseal_status check_pointer(const struct pointer *at, const struct problem *p) {
-    bool wanted = at->grouped < 0 || at->grouped == (p->grouped ? 1 : 0);
-    if (at->value == NULL && wanted)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is null; it is needed%s", at->name,
-               at->grouped < 0 ? "" : p->grouped ? ", since config.grouped is 1" : ", since config.grouped is 0");
-    if (at->value != NULL && !wanted)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is %p; it must be null, since config.grouped is %d", at->name, at->value,
-               p->grouped ? 1 : 0);
-    if ((uintptr_t)at->value % at->align != 0)
-        REFUSE(KSEAL_MISALIGNED, "%s is %p; it must be aligned to %u bytes", at->name, at->value, at->align);
-    return KSEAL_OK;
+    if (p->grouped) {
+        CHECK(kseal_check_zero(OP, "num_requests", a->num_requests, SINCE(p, grouped)));
+        CHECK(kseal_check_zero(OP, "max_pages_per_request", a->max_pages_per_request, SINCE(p, grouped)));
+        CHECK(kseal_check_zero(OP, "block_indices_stride", a->block_indices_stride, SINCE(p, grouped)));
+        return kseal_check_zero(OP, "block_table_stride", a->block_table_stride, SINCE(p, grouped));
+    }
+    CHECK(check_requests(a->num_requests, a->max_pages_per_request, div_up(a->max_seq_len, p->selection.page_size)));
+    CHECK(kseal_check_stride(OP, "block_indices_stride", a->block_indices_stride, a->block_topk, 1, &p->indices_stride));
+    return kseal_check_stride(OP, "block_table_stride", a->block_table_stride, a->max_pages_per_request, 1, &p->table_stride);
 }
 
 static kseal_status check_pointers(const args_t *a, const struct problem *p) {
-    const struct pointer pointers[] = {
-        {"q", a->q, LIMIT(ALIGN_Q), -1},
-        {"k", a->k, LIMIT(ALIGN_K), -1},
-        {"v", a->v, LIMIT(ALIGN_V), -1},
-        {"o", a->o, LIMIT(ALIGN_O), -1},
-        {"qo_indptr", a->qo_indptr, LIMIT(ALIGN_QO_INDPTR), -1},
-        {"block_indices", a->block_indices, LIMIT(ALIGN_BLOCK_INDICES), 0},
-        {"block_table", a->block_table, LIMIT(ALIGN_BLOCK_TABLE), 0},
-        {"token_to_request", a->token_to_request, LIMIT(ALIGN_TOKEN_TO_REQUEST), 0},
-        {"query_positions", a->query_positions, p->position, 0},
-        {"page_indices", a->page_indices, LIMIT(ALIGN_PAGE_INDICES), 1},
-        {"memberships", a->memberships, LIMIT(ALIGN_MEMBERSHIPS), 1},
-        {"kv_lens", a->kv_lens, LIMIT(ALIGN_KV_LENS), 1},
+    enum kseal_presence single = p->grouped ? KSEAL_UNWANTED : KSEAL_NEEDED;
+    enum kseal_presence grouped = p->grouped ? KSEAL_NEEDED : KSEAL_UNWANTED;
+    const char *since = SINCE(p, grouped);
+    const struct kseal_pointer pointers[] = {
+        {"q", a->q, LIMIT(ALIGN_Q), KSEAL_NEEDED, NULL},
+        {"k", a->k, LIMIT(ALIGN_K), KSEAL_NEEDED, NULL},
+        {"v", a->v, LIMIT(ALIGN_V), KSEAL_NEEDED, NULL},
+        {"o", a->o, LIMIT(ALIGN_O), KSEAL_NEEDED, NULL},
+        {"qo_indptr", a->qo_indptr, LIMIT(ALIGN_QO_INDPTR), KSEAL_NEEDED, NULL},
+        {"block_indices", a->block_indices, LIMIT(ALIGN_BLOCK_INDICES), single, since},
+        {"block_table", a->block_table, LIMIT(ALIGN_BLOCK_TABLE), single, since},
+        {"token_to_request", a->token_to_request, LIMIT(ALIGN_TOKEN_TO_REQUEST), single, since},
+        {"query_positions", a->query_positions, p->position, single, since},
+        {"page_indices", a->page_indices, LIMIT(ALIGN_PAGE_INDICES), grouped, since},
+        {"memberships", a->memberships, LIMIT(ALIGN_MEMBERSHIPS), grouped, since},
+        {"kv_lens", a->kv_lens, LIMIT(ALIGN_KV_LENS), grouped, since},
     };
-    for (size_t i = 0; i < sizeof pointers / sizeof *pointers; i++) {
-        kseal_status status = check_pointer(&pointers[i], p);
-        if (status != KSEAL_OK)
-            return status;
-    }
-    return KSEAL_OK;
+    return kseal_check_pointers(OP, pointers, sizeof pointers / sizeof *pointers);
 }
 
 /* Partial outputs of the splits, then the logarithms of their sums. */
@@ -246,21 +172,17 @@ static kseal_status size_workspace(const args_t *a, struct problem *p) {
         REFUSE(KSEAL_OVERFLOW,
                "num_routes is %lld; R * Hkv * splits * group * heads_per_kv * D must be below 2^31 (Hkv is %d, splits %d)",
                (long long)a->num_routes, a->num_kv_heads, p->splits);
-    uint64_t align = LIMIT(ALIGN_WORKSPACE), partial = (uint64_t)(rows * each * p->head_dim) * PARTIAL_BYTES;
-    p->stats_offset = (partial + align - 1) / align * align;
+    int64_t align = LIMIT(ALIGN_WORKSPACE), partial = rows * each * p->head_dim * PARTIAL_BYTES;
+    p->stats_offset = (uint64_t)round_up(partial, align);
     p->workspace = p->stats_offset + (uint64_t)(rows * each) * sizeof(float);
     return KSEAL_OK;
 }
 
 static kseal_status check_workspace(const args_t *a, const struct problem *p) {
-    if (a->workspace_bytes < p->workspace)
-        REFUSE(KSEAL_WORKSPACE_TOO_SMALL, "workspace_bytes is %llu; %llu are needed", (unsigned long long)a->workspace_bytes,
-               (unsigned long long)p->workspace);
-    if (a->workspace == NULL && p->workspace != 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "workspace is null; it is needed");
-    if ((uintptr_t)a->workspace % LIMIT(ALIGN_WORKSPACE) != 0)
-        REFUSE(KSEAL_MISALIGNED, "workspace is %p; it must be aligned to %d bytes", a->workspace, LIMIT(ALIGN_WORKSPACE));
-    return KSEAL_OK;
+    const struct kseal_pointer workspace = {
+        "workspace", a->workspace, LIMIT(ALIGN_WORKSPACE), p->workspace != 0 ? KSEAL_NEEDED : KSEAL_OPTIONAL, NULL};
+    CHECK(kseal_check_room(OP, "workspace_bytes", a->workspace_bytes, p->workspace));
+    return kseal_check_pointers(OP, &workspace, 1);
 }
 
 static struct problem problem_of(const struct kseal_handle *handle, const args_t *a) {
@@ -292,18 +214,13 @@ static struct problem problem_of(const struct kseal_handle *handle, const args_t
 
 /* What decides the size of the workspace. */
 static kseal_status check_sizes(const args_t *a, struct problem *p) {
-    if (a->num_routes < 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_routes is %lld; it must not be negative", (long long)a->num_routes);
+    CHECK(kseal_check_not_negative(OP, "num_routes", a->num_routes));
     if (a->num_routes == 0)
         return KSEAL_OK;
-    kseal_status status = check_heads(a, p);
-    if (status == KSEAL_OK)
-        status = check_selection(a);
-    if (status == KSEAL_OK)
-        status = check_counts(a, p);
-    if (status == KSEAL_OK)
-        status = size_workspace(a, p);
-    return status;
+    CHECK(check_heads(a, p));
+    CHECK(check_selection(a));
+    CHECK(check_counts(a, p));
+    return size_workspace(a, p);
 }
 
 kseal_status kseal_qsa_attention_launch_workspace(const struct kseal_handle *handle, const args_t *args, uint64_t *bytes) {
@@ -341,24 +258,18 @@ static kseal_status check_choice(const args_t *a, const config_t *c) {
     if (c->splits > 1)
         REFUSE(KSEAL_INVALID_ARGUMENT, "config.splits is %u; it must be 1 for none, or 0 for as many as the policy likes",
                c->splits);
-    most = most < LIMIT(MAX_GROUP) ? most : LIMIT(MAX_GROUP);
+    most = (int32_t)at_most(most, LIMIT(MAX_GROUP));
     if (a->group < 1 || a->group > most)
         REFUSE(KSEAL_INVALID_ARGUMENT, "group is %d; it must be from 1 to %d (config.heads_per_kv is %u)", a->group, most,
                c->heads_per_kv);
-    if (a->num_kv_heads <= 0 || a->num_kv_heads > LIMIT(MAX_ROUTES))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_kv_heads is %d; it must be from 1 to %d", a->num_kv_heads, LIMIT(MAX_ROUTES));
-    if (a->num_routes < 0 || a->num_routes > LIMIT(MAX_ROUTES))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_routes is %lld; it must be from 0 to %d", (long long)a->num_routes,
-               LIMIT(MAX_ROUTES));
-    if (a->num_pages < 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_pages is %lld; it must not be negative", (long long)a->num_pages);
+    CHECK(kseal_check_range(OP, "num_kv_heads", a->num_kv_heads, 1, LIMIT(MAX_ROUTES)));
+    CHECK(kseal_check_range(OP, "num_routes", a->num_routes, 0, LIMIT(MAX_ROUTES)));
+    CHECK(kseal_check_not_negative(OP, "num_pages", a->num_pages));
     return check_selection(a);
 }
 
 kseal_status kseal_qsa_attention_launch_choose(const args_t *args, uint32_t sm_count, config_t *config) {
-    kseal_status status = check_choice(args, config);
-    if (status != KSEAL_OK)
-        return status;
+    CHECK(check_choice(args, config));
     const struct kseal_qsa_selection selection = {
         .group = args->group,
         .block_topk = args->block_topk,
@@ -389,35 +300,24 @@ kseal_status kseal_qsa_attention_launch_choose(const args_t *args, uint32_t sm_c
 
 /* ---- the argument list ---- */
 
-/* Tensors as CuTe passes them: the base, then the extents and strides that are not compiled in. */
-struct vector {
-    const void *data;
-    int32_t size;
-};
-struct table {
-    const void *data;
-    int32_t shape[2];
-    int64_t stride;
-};
-
-static struct table table_of(const void *data, int64_t rows, int64_t columns, int64_t stride) {
-    return (struct table){data, {(int32_t)rows, (int32_t)columns}, stride};
+static struct matrix matrix_of(const void *data, int64_t rows, int64_t columns, int64_t stride) {
+    return (struct matrix){data, {(int32_t)rows, (int32_t)columns}, stride};
 }
 
 /* `selected` and `pages` of the host function: what a route selects, and where that is. */
-static struct table selected_of(const struct problem *p) {
+static struct matrix selected_of(const struct problem *p) {
     const args_t *a = p->args;
     if (p->grouped)
-        return table_of(a->page_indices, a->num_routes, p->page_capacity, p->page_capacity);
-    return table_of(a->block_indices, a->total_q, a->block_topk, p->indices_stride);
+        return matrix_of(a->page_indices, a->num_routes, p->page_capacity, p->page_capacity);
+    return matrix_of(a->block_indices, a->total_q, a->block_topk, p->indices_stride);
 }
 
-static struct table pages_of(const struct problem *p) {
+static struct matrix pages_of(const struct problem *p) {
     const args_t *a = p->args;
-    int64_t words = (p->page_capacity + 3) / 4; /* four fragments' bytes a word */
+    int64_t words = div_up(p->page_capacity, 4); /* four fragments' bytes a word */
     if (p->grouped)
-        return table_of(a->memberships, a->num_routes, words, words);
-    return table_of(a->block_table, a->num_requests, a->max_pages_per_request, p->table_stride);
+        return matrix_of(a->memberships, a->num_routes, words, words);
+    return matrix_of(a->block_table, a->num_requests, a->max_pages_per_request, p->table_stride);
 }
 
 static kseal_status launch(const struct kseal_handle *handle, struct problem *p) {
@@ -426,7 +326,7 @@ static kseal_status launch(const struct kseal_handle *handle, struct problem *p)
     const char *scratch = a.workspace != NULL ? a.workspace : a.o; /* an address that nobody follows, without splits */
     int32_t rows = (int32_t)a.total_q, routes = (int32_t)a.num_routes;
     struct vector q = {a.q, rows}, k = {a.k, 1}, v = {a.v, 1}, o = {a.o, rows}, offsets = {a.qo_indptr, routes + 1};
-    struct table selected = selected_of(p), pages = pages_of(p);
+    struct matrix selected = selected_of(p), pages = pages_of(p);
     struct vector requests = {p->grouped ? a.kv_lens : a.token_to_request, p->grouped ? routes : rows};
     struct vector positions = {p->grouped ? a.kv_lens : a.query_positions, p->grouped ? routes : rows};
     struct vector partial = {scratch, 1}, stats = {scratch + p->stats_offset, 1};
@@ -443,19 +343,14 @@ static kseal_status launch(const struct kseal_handle *handle, struct problem *p)
 
 kseal_status kseal_qsa_attention_launch_run(const struct kseal_handle *handle, const args_t *args) {
     struct problem p = problem_of(handle, args);
-    kseal_status status = check_sizes(args, &p);
-    if (status != KSEAL_OK || args->num_routes == 0)
-        return status;
-    status = check_pages(args, &p);
-    if (status == KSEAL_OK)
-        status = check_strides(args, &p);
-    if (status == KSEAL_OK)
-        status = check_tables(args, &p);
-    if (status == KSEAL_OK)
-        status = check_pointers(args, &p);
-    if (status == KSEAL_OK)
-        status = check_workspace(args, &p);
-    if (status == KSEAL_OK)
-        status = kseal_handle_check_device(handle);
-    return status == KSEAL_OK ? launch(handle, &p) : status;
+    CHECK(check_sizes(args, &p));
+    if (args->num_routes == 0)
+        return KSEAL_OK;
+    CHECK(check_pages(args, &p));
+    CHECK(check_strides(args, &p));
+    CHECK(check_tables(args, &p));
+    CHECK(check_pointers(args, &p));
+    CHECK(check_workspace(args, &p));
+    CHECK(kseal_handle_check_device(handle));
+    return launch(handle, &p);
 }

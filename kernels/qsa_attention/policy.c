@@ -6,16 +6,14 @@
 
 #include <stddef.h>
 
+#include "whole.h"
+
 #define MAX_SPLITS 128
 #define FULL_SPLIT_STEPS 2  /* steps through KV that a split of a grouped route has at least */
 #define MASK_FRAGMENTS 32   /* fragments that one mask of a query has a bit for */
 
 static const int32_t tiles[] = {8, 16, 32, 64, 128};
 #define TILES (sizeof tiles / sizeof *tiles)
-
-static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 static bool wide_fp8(const struct kseal_qsa_step *s) { return s->fp8 && (s->head_dim == 192 || s->head_dim == 256); }
 
@@ -38,12 +36,12 @@ static int32_t splits_for(const struct kseal_qsa_step *s, int32_t tile_q) {
     int64_t kv_tiles = kv_tiles_of(s, tile_q), most = MAX_SPLITS, steps = FULL_SPLIT_STEPS;
     if (s->group == 1) {
         /* FP8 gives each split two KV tiles in either layout: with one, merging costs more than the split saves. */
-        int64_t least = s->fp8 ? max(2, kv_tiles) : kv_tiles;
+        int64_t least = s->fp8 ? at_least(2, kv_tiles) : kv_tiles;
         steps = least / kv_tiles;
-        most = min(most, max(1, s->kv_tokens / (KSEAL_QSA_TILE_KV * least)));
+        most = at_most(most, at_least(1, s->kv_tokens / (KSEAL_QSA_TILE_KV * least)));
     }
-    most = min(most, max(1, ceil_div(s->kv_tokens, KSEAL_QSA_TILE_KV * kv_tiles * steps)));
-    return (int32_t)min(most, max(1, s->sm_count / (s->routes * s->kv_heads)));
+    most = at_most(most, at_least(1, div_up(s->kv_tokens, KSEAL_QSA_TILE_KV * kv_tiles * steps)));
+    return (int32_t)at_most(most, at_least(1, s->sm_count / (s->routes * s->kv_heads)));
 }
 
 struct kseal_qsa_choice kseal_qsa_choose(const struct kseal_qsa_step *s) {
@@ -69,18 +67,18 @@ int32_t kseal_qsa_fragment(const struct kseal_qsa_selection *s) {
 }
 
 static int64_t block_capacity(const struct kseal_qsa_selection *s) {
-    return min((int64_t)s->group * (s->block_topk + 1), ceil_div(s->max_seq_len, s->block_size));
+    return at_most((int64_t)s->group * (s->block_topk + 1), div_up(s->max_seq_len, s->block_size));
 }
 
 int64_t kseal_qsa_page_capacity(const struct kseal_qsa_selection *s) {
     int64_t capacity = block_capacity(s) * (s->block_size / kseal_qsa_fragment(s));
-    return s->query_major ? ceil_div(capacity, MASK_FRAGMENTS) * MASK_FRAGMENTS : capacity;
+    return s->query_major ? round_up(capacity, MASK_FRAGMENTS) : capacity;
 }
 
 int64_t kseal_qsa_route_tokens(const struct kseal_qsa_selection *s) {
     int64_t tail = s->block_size - (s->count_current ? 1 : 0);
     int64_t tokens = s->group == 1 ? (int64_t)s->block_topk * s->block_size + tail : block_capacity(s) * s->block_size;
-    return min(tokens, s->max_seq_len);
+    return at_most(tokens, s->max_seq_len);
 }
 
 bool kseal_qsa_query_major(bool grouped, bool fp8, int32_t block_size, int32_t tile_q) {

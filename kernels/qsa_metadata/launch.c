@@ -1,13 +1,14 @@
 /* QSA metadata: from kseal_qsa_metadata_args to one launch of the map kernel. */
-#include <stdbool.h>
 #include <stddef.h>
 
 #include "kernseal_ops.h"
 #include "qsa_attention/policy.h"
 
+#define OP "qsa_metadata"
+#include "qsa_attention/tables.h"
+
 #define LIMIT(name) KSEAL_QSA_METADATA_LIMIT_##name
 #define AXIS(name) KSEAL_QSA_METADATA_AXIS_##name
-#define INDEX_END ((int64_t)1 << 31) /* the kernel counts rows and columns with int32 */
 #define THREADS LIMIT(THREADS)
 #define WORD_BITS 32
 #define BYTE_MAP_BLOCKS 32768   /* up to so many blocks the map has a byte for each, else a bit */
@@ -44,10 +45,6 @@ struct problem {
     struct kseal_qsa_selection selection;
 };
 
-#define REFUSE(status, ...) return kseal_fail(status, "qsa_metadata: " __VA_ARGS__)
-
-static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-
 static bool power_of_two(int32_t value, int32_t from, int32_t to) {
     return value >= from && value <= to && (value & (value - 1)) == 0;
 }
@@ -61,77 +58,43 @@ static kseal_status check_blocks(const args_t *a, const struct problem *p) {
         REFUSE(KSEAL_INVALID_ARGUMENT, "block_size is %d; it must be 4, since config.query_major is 1", a->block_size);
     if (!power_of_two(a->page_size, 16, 128))
         REFUSE(KSEAL_INVALID_ARGUMENT, "page_size is %d; it must be 16, 32, 64 or 128", a->page_size);
-    if (a->block_topk < 1 || a->block_topk > LIMIT(MAX_TOPK))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "block_topk is %d; it must be from 1 to %d", a->block_topk, LIMIT(MAX_TOPK));
+    CHECK(kseal_check_range(OP, "block_topk", a->block_topk, 1, LIMIT(MAX_TOPK)));
     if (a->count_current > 1 || a->pdl > 1)
         REFUSE(KSEAL_INVALID_ARGUMENT, "count_current and pdl are %u and %u; they must be 0 or 1", a->count_current, a->pdl);
-    if (a->flat_kv_heads < 0 || a->flat_kv_heads > LIMIT(MAX_ROUTES))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "flat_kv_heads is %d; it must be from 0 to %d", a->flat_kv_heads, LIMIT(MAX_ROUTES));
-    if (a->max_seq_len < 1 || a->max_seq_len > LIMIT(MAX_SEQ_LEN))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "max_seq_len is %lld; it must be from 1 to %d", (long long)a->max_seq_len,
-               LIMIT(MAX_SEQ_LEN));
-    return KSEAL_OK;
+    CHECK(kseal_check_range(OP, "flat_kv_heads", a->flat_kv_heads, 0, LIMIT(MAX_ROUTES)));
+    return kseal_check_range(OP, "max_seq_len", a->max_seq_len, 1, LIMIT(MAX_SEQ_LEN));
 }
 
 static kseal_status check_counts(const args_t *a, const struct problem *p) {
-    int64_t group = p->selection.group, pages = ceil_div(a->max_seq_len, a->page_size);
     int64_t capacity = kseal_qsa_page_capacity(&p->selection);
-    if (a->num_routes > LIMIT(MAX_ROUTES))
-        REFUSE(KSEAL_OVERFLOW, "num_routes is %lld; at most %d are supported", (long long)a->num_routes, LIMIT(MAX_ROUTES));
-    if (a->total_q < a->num_routes || a->total_q > a->num_routes * group)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "total_q is %lld; it must be from %lld to %lld: num_routes of 1 to %lld tokens each",
-               (long long)a->total_q, (long long)a->num_routes, (long long)(a->num_routes * group), (long long)group);
-    if (a->num_requests <= 0 || a->num_requests >= INDEX_END)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_requests is %lld; it must be positive and below 2^31", (long long)a->num_requests);
-    if (a->max_pages_per_request < pages || a->max_pages_per_request >= INDEX_END)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "max_pages_per_request is %lld; it must be at least %lld for max_seq_len, and below 2^31",
-               (long long)a->max_pages_per_request, (long long)pages);
+    CHECK(check_routes(a->num_routes, LIMIT(MAX_ROUTES), a->total_q, p->selection.group));
+    CHECK(check_requests(a->num_requests, a->max_pages_per_request, div_up(a->max_seq_len, a->page_size)));
     if (a->page_capacity != capacity)
         REFUSE(KSEAL_INVALID_ARGUMENT, "page_capacity is %lld; it must be %lld for these sizes", (long long)a->page_capacity,
                (long long)capacity);
     return KSEAL_OK;
 }
 
-/* Writes the stride to use: `given`, or `dense` where that is 0. */
-static kseal_status check_stride(const char *name, int64_t given, int64_t dense, int64_t *stride) {
-    *stride = given != 0 ? given : dense;
-    if (*stride < dense)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is %lld; it must be at least %lld, or 0 for that", name, (long long)given,
-               (long long)dense);
-    return KSEAL_OK;
-}
-
 static kseal_status check_pointers(const args_t *a, const struct problem *p) {
-    const struct {
-        const char *name;
-        const void *value;
-        uint32_t align;
-    } pointers[] = {
-        {"qo_indptr", a->qo_indptr, LIMIT(ALIGN_QO_INDPTR)},
-        {"block_indices", a->block_indices, LIMIT(ALIGN_BLOCK_INDICES)},
-        {"block_table", a->block_table, LIMIT(ALIGN_BLOCK_TABLE)},
-        {"token_to_request", a->token_to_request, LIMIT(ALIGN_TOKEN_TO_REQUEST)},
-        {"query_positions", a->query_positions, p->position},
-        {"page_indices", a->page_indices, LIMIT(ALIGN_PAGE_INDICES)},
-        {"memberships", a->memberships, LIMIT(ALIGN_MEMBERSHIPS)},
-        {"kv_lens", a->kv_lens, LIMIT(ALIGN_KV_LENS)},
+    const struct kseal_pointer pointers[] = {
+        {"qo_indptr", a->qo_indptr, LIMIT(ALIGN_QO_INDPTR), KSEAL_NEEDED, NULL},
+        {"block_indices", a->block_indices, LIMIT(ALIGN_BLOCK_INDICES), KSEAL_NEEDED, NULL},
+        {"block_table", a->block_table, LIMIT(ALIGN_BLOCK_TABLE), KSEAL_NEEDED, NULL},
+        {"token_to_request", a->token_to_request, LIMIT(ALIGN_TOKEN_TO_REQUEST), KSEAL_NEEDED, NULL},
+        {"query_positions", a->query_positions, p->position, KSEAL_NEEDED, NULL},
+        {"page_indices", a->page_indices, LIMIT(ALIGN_PAGE_INDICES), KSEAL_NEEDED, NULL},
+        {"memberships", a->memberships, LIMIT(ALIGN_MEMBERSHIPS), KSEAL_NEEDED, NULL},
+        {"kv_lens", a->kv_lens, LIMIT(ALIGN_KV_LENS), KSEAL_NEEDED, NULL},
     };
-    for (size_t i = 0; i < sizeof pointers / sizeof *pointers; i++) {
-        if (pointers[i].value == NULL)
-            REFUSE(KSEAL_INVALID_ARGUMENT, "%s is null; it is needed", pointers[i].name);
-        if ((uintptr_t)pointers[i].value % pointers[i].align != 0)
-            REFUSE(KSEAL_MISALIGNED, "%s is %p; it must be aligned to %u bytes", pointers[i].name, pointers[i].value,
-                   pointers[i].align);
-    }
-    return KSEAL_OK;
+    return kseal_check_pointers(OP, pointers, sizeof pointers / sizeof *pointers);
 }
 
 /* Shared memory of a block: what is fixed for a group (the patch has the same expression), then the map of the model's blocks. */
 static kseal_status size_map(const struct kseal_handle *handle, struct problem *p) {
-    int64_t fixed = ceil_div(ceil_div(2112 + 2052 * (int64_t)p->selection.group, 8) * 8 + 40, 16) * 16;
-    int64_t bits = ceil_div(p->blocks, WORD_BITS);
-    int64_t bytes = ceil_div(p->blocks < BYTE_MAP_BLOCKS ? p->blocks : BYTE_MAP_BLOCKS, 4);
-    int64_t each = ceil_div(bits > bytes ? bits : bytes, THREADS);
+    int64_t fixed = round_up(round_up(2112 + 2052 * (int64_t)p->selection.group, 8) + 40, 16);
+    int64_t bits = div_up(p->blocks, WORD_BITS);
+    int64_t bytes = div_up(at_most(p->blocks, BYTE_MAP_BLOCKS), 4);
+    int64_t each = div_up(at_least(bits, bytes), THREADS);
     int64_t stride = each % 2 == 0 ? each + 1 : each; /* odd: threads walk their parts in different banks */
     int64_t summary = p->blocks > BYTE_MAP_BLOCKS ? SUMMARY_WORDS : 0;
     int64_t most = handle->variant->kernels[0].dynamic_smem;
@@ -158,17 +121,13 @@ static kseal_status validate(const struct kseal_handle *handle, const args_t *a,
             .query_major = axes[AXIS(QUERY_MAJOR)] != 0,
         },
     };
-    kseal_status status = check_blocks(a, p);
-    if (status == KSEAL_OK)
-        status = check_counts(a, p);
-    if (status == KSEAL_OK)
-        status = check_stride("block_indices_stride", a->block_indices_stride, a->block_topk, &p->indices_stride);
-    if (status == KSEAL_OK)
-        status = check_stride("block_table_stride", a->block_table_stride, a->max_pages_per_request, &p->table_stride);
-    if (status == KSEAL_OK)
-        status = check_pointers(a, p);
-    p->blocks = status == KSEAL_OK ? ceil_div(a->max_seq_len, a->block_size) : 0;
-    return status == KSEAL_OK ? size_map(handle, p) : status;
+    CHECK(check_blocks(a, p));
+    CHECK(check_counts(a, p));
+    CHECK(kseal_check_stride(OP, "block_indices_stride", a->block_indices_stride, a->block_topk, 1, &p->indices_stride));
+    CHECK(kseal_check_stride(OP, "block_table_stride", a->block_table_stride, a->max_pages_per_request, 1, &p->table_stride));
+    CHECK(check_pointers(a, p));
+    p->blocks = div_up(a->max_seq_len, a->block_size);
+    return size_map(handle, p);
 }
 
 /* ---- the launch ---- */
@@ -197,7 +156,7 @@ static struct params params_of(const struct problem *p) {
         .table_width = (int32_t)a->max_pages_per_request,
         .block_topk = a->block_topk,
         .page_capacity = (int32_t)a->page_capacity,
-        .membership_words = (int32_t)ceil_div(a->page_capacity, 4),
+        .membership_words = (int32_t)div_up(a->page_capacity, 4),
         .max_seq_len = (int32_t)a->max_seq_len,
         .model_blocks = (int32_t)p->blocks,
         .model_bits = bit_width((uint32_t)p->blocks),
@@ -222,15 +181,11 @@ kseal_status kseal_qsa_metadata_launch_workspace(const struct kseal_handle *hand
 
 kseal_status kseal_qsa_metadata_launch_run(const struct kseal_handle *handle, const args_t *args) {
     struct problem p;
-    if (args->num_routes < 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_routes is %lld; it must not be negative", (long long)args->num_routes);
+    CHECK(kseal_check_not_negative(OP, "num_routes", args->num_routes));
     if (args->num_routes == 0)
         return KSEAL_OK;
-    kseal_status status = validate(handle, args, &p);
-    if (status == KSEAL_OK)
-        status = kseal_handle_check_device(handle);
-    if (status != KSEAL_OK)
-        return status;
+    CHECK(validate(handle, args, &p));
+    CHECK(kseal_handle_check_device(handle));
     struct params params = params_of(&p);
     const struct kseal_launch launch = {
         .grid = {(uint32_t)args->num_routes, 1, 1},

@@ -208,8 +208,8 @@ def test_a_choice_without_sms_or_structs_is_refused(library: Kernseal) -> None:
 
 
 def sentences() -> list[str]:
-    """A pattern for each sentence of launch.c."""
-    text = (op().folder / "launch.c").read_text()
+    """A pattern for each sentence of the op's own."""
+    text = "".join((op().folder / name).read_text() for name in ("launch.c", "tables.h"))
     quoted = re.findall(r'REFUSE\(KSEAL_\w+,\s*((?:"[^"]*"\s*)+)', text)
     formats = ["".join(re.findall(r'"([^"]*)"', part)) for part in quoted]
     assert len(formats) == text.count("REFUSE(KSEAL_")

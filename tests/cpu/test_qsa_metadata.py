@@ -224,7 +224,8 @@ def test_a_refusal_is_a_sentence(
 
 
 def test_every_sentence_of_the_launch_code_is_reached(library: Kernseal, gpu: FakeGpu) -> None:
-    text = (KERNEL.folder / "launch.c").read_text()
+    kernels = KERNEL.folder.parent
+    text = "".join((kernels / name).read_text() for name in (f"{OP}/launch.c", "qsa_attention/tables.h"))
     quoted = re.findall(r'REFUSE\(KSEAL_\w+,\s*((?:"[^"]*"\s*)+)', text)
     formats = ["".join(re.findall(r'"([^"]*)"', part)) for part in quoted]
     assert len(formats) == text.count("REFUSE(KSEAL_")
