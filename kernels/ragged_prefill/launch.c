@@ -1,11 +1,11 @@
 /* Ragged prefill: the plan of upstream's scheduler (PrefillPlan), and from it the launches of upstream's FA2 kernels. */
-#include <math.h>
-#include <stdbool.h>
-#include <stddef.h>
 #include <string.h>
 
+#include "check.h"
 #include "kernseal_ops.h"
+#include "whole.h"
 
+#define OP "ragged_prefill"
 #define LIMIT(name) KSEAL_RAGGED_PREFILL_LIMIT_##name
 #define COUNT_END ((int64_t)1 << 31)  /* indices in the plan are int32 */
 #define OFFSET_END ((int64_t)1 << 32) /* the kernels multiply rows and strides as uint32, */
@@ -91,18 +91,7 @@ struct problem {
 
 /* ---- validation: one function per kind of rule, each naming field, value and what is supported ---- */
 
-#define REFUSE(status, ...) return kseal_fail(status, "ragged_prefill: " __VA_ARGS__)
-
-static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t div_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
-static uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
-
-/* Whether a * b, neither negative, is below `end`. */
-static bool product_below(int64_t end, int64_t a, int64_t b) {
-    int64_t product;
-    return !__builtin_mul_overflow(a, b, &product) && product < end;
-}
+static uint64_t align_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
 static struct problem problem_of(const struct kseal_handle *handle, const args_t *a) {
     const uint32_t *axes = handle->variant->axes;
@@ -117,8 +106,7 @@ static struct problem problem_of(const struct kseal_handle *handle, const args_t
 static uint32_t tiles_of(const struct problem *p) { return p->v_dim <= LIMIT(TILE_128_V_DIM) ? TILES : LARGE; }
 
 static kseal_status check_count(const char *name, int64_t value) {
-    if (value < 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is %lld; it must not be negative", name, (long long)value);
+    CHECK(kseal_check_not_negative(OP, name, value));
     if (value >= COUNT_END - 1)
         REFUSE(KSEAL_OVERFLOW, "%s is %lld; it must be below 2^31 - 1", name, (long long)value);
     return KSEAL_OK;
@@ -132,7 +120,7 @@ static kseal_status check_heads(const args_t *a, struct problem *p) {
                a->num_kv_heads);
     p->group_size = a->num_q_heads / a->num_kv_heads;
     p->splittable_blocks /= a->num_kv_heads;
-    if (!product_below(COUNT_END - tile_rows[LARGE], a->total_q, p->group_size))
+    if (!product_below(COUNT_END - tile_rows[LARGE], a->total_q, p->group_size, 1))
         REFUSE(KSEAL_OVERFLOW, "total_q is %lld; total_q * num_q_heads / num_kv_heads must be below 2^31 - %u",
                (long long)a->total_q, tile_rows[LARGE]);
     return KSEAL_OK;
@@ -145,10 +133,8 @@ static kseal_status check_choices(const args_t *a, struct problem *p) {
     if (!known)
         REFUSE(KSEAL_UNSUPPORTED, "tile_q is %u; 0, 16%s are supported with a v_dim of %lld", a->tile_q,
                tiles_of(p) == TILES ? ", 64, 128" : ", 64", (long long)p->v_dim);
-    if (a->fixed_grid > 1)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "fixed_grid is %u; it must be 0 or 1", a->fixed_grid);
-    if (a->pdl > 1)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "pdl is %u; it must be 0 or 1", a->pdl);
+    CHECK(kseal_check_flag(OP, "fixed_grid", a->fixed_grid));
+    CHECK(kseal_check_flag(OP, "pdl", a->pdl));
     if (a->kv_chunk < CHOSEN || a->kv_chunk >= COUNT_END)
         REFUSE(KSEAL_INVALID_ARGUMENT, "kv_chunk is %lld; -1, 0 and lengths below 2^31 are supported", (long long)a->kv_chunk);
     if (a->fixed_grid != 0 && a->kv_chunk > 0)
@@ -173,7 +159,7 @@ static kseal_status check_stride(const char *name, int64_t given, int64_t dense,
 }
 
 static kseal_status check_reach(const char *name, int64_t count, int64_t stride, const char *of) {
-    if (!product_below(OFFSET_END, count, stride))
+    if (!product_below(OFFSET_END, count, stride, 1))
         REFUSE(KSEAL_OVERFLOW, "%s is %lld; times %s, %lld, it must be below 2^32", name, (long long)count, of,
                (long long)stride);
     return KSEAL_OK;
@@ -181,48 +167,33 @@ static kseal_status check_reach(const char *name, int64_t count, int64_t stride,
 
 static kseal_status check_strides(const args_t *a, struct problem *p) {
     int64_t d = p->head_dim, v = p->v_dim, heads = a->num_q_heads, kv_heads = a->num_kv_heads;
-    kseal_status status = check_stride("q_row_stride", a->q_row_stride, heads * d, d, &p->q_row);
-    if (status == KSEAL_OK)
-        status = check_stride("q_head_stride", a->q_head_stride, d, d, &p->q_head);
-    if (status == KSEAL_OK)
-        status = check_stride("k_row_stride", a->k_row_stride, kv_heads * d, d, &p->k_row);
-    if (status == KSEAL_OK)
-        status = check_stride("k_head_stride", a->k_head_stride, d, d, &p->k_head);
-    if (status == KSEAL_OK)
-        status = check_stride("v_row_stride", a->v_row_stride, kv_heads * v, v, &p->v_row);
-    if (status == KSEAL_OK)
-        status = check_stride("v_head_stride", a->v_head_stride, v, v, &p->v_head);
-    if (status == KSEAL_OK)
-        status = check_reach("total_q", a->total_q, p->q_row, "q_row_stride");
-    if (status == KSEAL_OK)
-        status = check_reach("total_q", a->total_q, heads * v, "num_q_heads * v_dim");
-    if (status == KSEAL_OK)
-        status = check_reach("total_kv", a->total_kv, p->k_row, "k_row_stride");
-    if (status == KSEAL_OK)
-        status = check_reach("total_kv", a->total_kv, p->v_row, "v_row_stride");
-    if (status == KSEAL_OK)
-        status = check_reach("num_q_heads", heads, p->q_head, "q_head_stride");
-    if (status == KSEAL_OK)
-        status = check_reach("num_kv_heads", kv_heads, p->k_head, "k_head_stride");
-    return status == KSEAL_OK ? check_reach("num_kv_heads", kv_heads, p->v_head, "v_head_stride") : status;
+    CHECK(check_stride("q_row_stride", a->q_row_stride, heads * d, d, &p->q_row));
+    CHECK(check_stride("q_head_stride", a->q_head_stride, d, d, &p->q_head));
+    CHECK(check_stride("k_row_stride", a->k_row_stride, kv_heads * d, d, &p->k_row));
+    CHECK(check_stride("k_head_stride", a->k_head_stride, d, d, &p->k_head));
+    CHECK(check_stride("v_row_stride", a->v_row_stride, kv_heads * v, v, &p->v_row));
+    CHECK(check_stride("v_head_stride", a->v_head_stride, v, v, &p->v_head));
+    CHECK(check_reach("total_q", a->total_q, p->q_row, "q_row_stride"));
+    CHECK(check_reach("total_q", a->total_q, heads * v, "num_q_heads * v_dim"));
+    CHECK(check_reach("total_kv", a->total_kv, p->k_row, "k_row_stride"));
+    CHECK(check_reach("total_kv", a->total_kv, p->v_row, "v_row_stride"));
+    CHECK(check_reach("num_q_heads", heads, p->q_head, "q_head_stride"));
+    CHECK(check_reach("num_kv_heads", kv_heads, p->k_head, "k_head_stride"));
+    return check_reach("num_kv_heads", kv_heads, p->v_head, "v_head_stride");
 }
 
 /* Everything but memory. *empty: nothing is asked for, so no more was looked at. */
 static kseal_status check_sizes(const args_t *a, struct problem *p, bool *empty) {
-    kseal_status status = check_count("batch_size", a->batch_size);
-    if (status == KSEAL_OK)
-        status = check_count("total_q", a->total_q);
-    if (status == KSEAL_OK)
-        status = check_count("total_kv", a->total_kv);
+    CHECK(check_count("batch_size", a->batch_size));
+    CHECK(check_count("total_q", a->total_q));
+    CHECK(check_count("total_kv", a->total_kv));
     *empty = a->batch_size == 0 || a->total_q == 0;
-    if (status != KSEAL_OK || *empty)
-        return status;
-    if (!isfinite(a->sm_scale) || !(a->sm_scale > 0.0f))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "sm_scale is %g; it must be finite and above 0", (double)a->sm_scale);
-    status = check_heads(a, p);
-    if (status == KSEAL_OK)
-        status = check_choices(a, p);
-    return status == KSEAL_OK ? check_strides(a, p) : status;
+    if (*empty)
+        return KSEAL_OK;
+    CHECK(kseal_check_positive_scale(OP, "sm_scale", a->sm_scale));
+    CHECK(check_heads(a, p));
+    CHECK(check_choices(a, p));
+    return check_strides(a, p);
 }
 
 static kseal_status check_pointer(const char *name, const void *pointer, uintptr_t align, bool needed) {
@@ -300,7 +271,7 @@ static int64_t longest_kv(const args_t *a) {
 }
 
 static uint64_t place(struct head *head, int array, uint64_t align, uint64_t bytes) {
-    head->at[array] = round_up(head->bytes, align);
+    head->at[array] = align_up(head->bytes, align);
     return head->bytes = head->at[array] + bytes;
 }
 
@@ -327,7 +298,7 @@ static void lay_out(struct head *head, const struct problem *p, uint64_t grid, u
 static void lay_out_parts(struct head *head, const struct problem *p, uint64_t grid, uint32_t tile) {
     uint64_t heads = (uint64_t)p->args->num_q_heads, group = (uint64_t)p->group_size;
     uint64_t rows = (grid * tile_rows[tile] + group - 1) / group;
-    head->part_lse_at = round_up(heads * rows * (uint64_t)p->v_dim * sizeof(float), 16);
+    head->part_lse_at = align_up(heads * rows * (uint64_t)p->v_dim * sizeof(float), 16);
     head->workspace_bytes = head->part_lse_at + heads * rows * sizeof(float);
 }
 
@@ -338,18 +309,15 @@ static kseal_status check_blocks(const args_t *a, int64_t blocks) {
     return KSEAL_OK;
 }
 
-/* The most that plan and workspace can need for args, whatever the lengths. */
+/* Raises both to the most that plan and workspace can need for args, whatever the lengths. */
 static kseal_status largest(const struct problem *p, uint64_t *plan_bytes, uint64_t *workspace_bytes) {
-    *plan_bytes = *workspace_bytes = 0;
     uint32_t only = tile_for(p, typical_len(p, p->args->total_q)), first = only, end = only + 1;
     if (p->args->tile_q == 0 && !p->fixed_grid)
         first = SMALL, end = tiles_of(p);
     for (uint32_t tile = first; tile < end; tile++) {
         struct head head = {0};
         int64_t blocks = most_blocks(p, tile);
-        kseal_status status = check_blocks(p->args, blocks);
-        if (status != KSEAL_OK)
-            return status;
+        CHECK(check_blocks(p->args, blocks));
         lay_out(&head, p, (uint64_t)blocks, (uint64_t)p->args->total_q, p->args->kv_chunk != UNSPLIT);
         if (p->args->kv_chunk != UNSPLIT)
             lay_out_parts(&head, p, (uint64_t)blocks, tile);
@@ -374,14 +342,11 @@ static kseal_status check_indptr(const char *name, const int32_t *indptr, int64_
 }
 
 static kseal_status check_planned(const args_t *a) {
-    kseal_status status = check_pointer("qo_indptr", a->qo_indptr, LIMIT(ALIGN_QO_INDPTR), true);
-    if (status == KSEAL_OK)
-        status = check_pointer("kv_indptr", a->kv_indptr, LIMIT(ALIGN_KV_INDPTR), true);
-    if (status == KSEAL_OK)
-        status = check_pointer("plan", a->plan, LIMIT(ALIGN_PLAN), false);
-    if (status == KSEAL_OK)
-        status = check_indptr("qo_indptr", a->qo_indptr, a->batch_size, "total_q", a->total_q);
-    return status == KSEAL_OK ? check_indptr("kv_indptr", a->kv_indptr, a->batch_size, "total_kv", a->total_kv) : status;
+    CHECK(check_pointer("qo_indptr", a->qo_indptr, LIMIT(ALIGN_QO_INDPTR), true));
+    CHECK(check_pointer("kv_indptr", a->kv_indptr, LIMIT(ALIGN_KV_INDPTR), true));
+    CHECK(check_pointer("plan", a->plan, LIMIT(ALIGN_PLAN), false));
+    CHECK(check_indptr("qo_indptr", a->qo_indptr, a->batch_size, "total_q", a->total_q));
+    return check_indptr("kv_indptr", a->kv_indptr, a->batch_size, "total_kv", a->total_kv);
 }
 
 /* The plan's arrays that have an entry for each thread block and each query row. */
@@ -447,7 +412,7 @@ static int64_t part_rows(const struct problem *p, int64_t chunk) {
 static kseal_status check_parts(const struct problem *p, int64_t chunk) {
     const args_t *a = p->args;
     int64_t rows = part_rows(p, chunk);
-    if (rows >= COUNT_END || !product_below(OFFSET_END, rows, a->num_q_heads * p->v_dim))
+    if (rows >= COUNT_END || !product_below(OFFSET_END, rows, a->num_q_heads * p->v_dim, 1))
         REFUSE(KSEAL_OVERFLOW, "kv_chunk is %lld; it makes %lld rows of parts: times num_q_heads * v_dim, %lld, they must be below 2^32",
                (long long)a->kv_chunk, (long long)rows, (long long)(a->num_q_heads * p->v_dim));
     return KSEAL_OK;
@@ -470,9 +435,7 @@ static kseal_status plan(const struct problem *p, uint64_t *bytes) {
     bool split;
     int64_t chunk = chunk_of(p, tile, &split), blocks = count_blocks(p, tile, chunk);
     int64_t grid = p->fixed_grid ? most_blocks(p, tile) : blocks;
-    kseal_status status = check_blocks(a, at_least(grid, blocks));
-    if (status != KSEAL_OK)
-        return status;
+    CHECK(check_blocks(a, at_least(grid, blocks)));
     struct head head = {
         .magic = MAGIC,
         .batch_size = a->batch_size,
@@ -488,16 +451,14 @@ static kseal_status plan(const struct problem *p, uint64_t *bytes) {
         .split = split,
     };
     lay_out(&head, p, head.grid, head.rows, split);
-    if (split)
+    if (split) {
         lay_out_parts(&head, p, head.grid, tile);
-    if (split)
-        status = check_parts(p, chunk);
-    if (status == KSEAL_OK && a->plan != NULL)
-        status = check_room(a, &head);
-    if (status != KSEAL_OK)
-        return status;
-    if (a->plan != NULL)
+        CHECK(check_parts(p, chunk));
+    }
+    if (a->plan != NULL) {
+        CHECK(check_room(a, &head));
         write_plan(p, &head, chunk);
+    }
     *bytes = head.bytes;
     return KSEAL_OK;
 }
@@ -529,9 +490,7 @@ static kseal_status check_head(const struct problem *p, const struct head *head)
 
 static kseal_status read_head(const struct problem *p, struct head *head) {
     const args_t *a = p->args;
-    kseal_status status = check_pointer("plan", a->plan, LIMIT(ALIGN_PLAN), true);
-    if (status != KSEAL_OK)
-        return status;
+    CHECK(check_pointer("plan", a->plan, LIMIT(ALIGN_PLAN), true));
     if (a->plan_bytes < sizeof *head)
         REFUSE(KSEAL_WORKSPACE_TOO_SMALL, "plan_bytes is %llu; a plan has at least %zu", (unsigned long long)a->plan_bytes,
                sizeof *head);
@@ -540,18 +499,13 @@ static kseal_status read_head(const struct problem *p, struct head *head) {
 }
 
 static kseal_status check_pointers(const args_t *a, const struct head *head) {
-    kseal_status status = check_pointer("q", a->q, LIMIT(ALIGN_Q), true);
-    if (status == KSEAL_OK)
-        status = check_pointer("k", a->k, LIMIT(ALIGN_K), a->total_kv > 0);
-    if (status == KSEAL_OK)
-        status = check_pointer("v", a->v, LIMIT(ALIGN_V), a->total_kv > 0);
-    if (status == KSEAL_OK)
-        status = check_pointer("o", a->o, LIMIT(ALIGN_O), true);
-    if (status == KSEAL_OK)
-        status = check_pointer("lse", a->lse, LIMIT(ALIGN_LSE), false);
-    if (status == KSEAL_OK)
-        status = check_pointer("plan_device", a->plan_device, LIMIT(ALIGN_PLAN_DEVICE), true);
-    return status == KSEAL_OK ? check_pointer("workspace", a->workspace, LIMIT(ALIGN_WORKSPACE), head->split) : status;
+    CHECK(check_pointer("q", a->q, LIMIT(ALIGN_Q), true));
+    CHECK(check_pointer("k", a->k, LIMIT(ALIGN_K), a->total_kv > 0));
+    CHECK(check_pointer("v", a->v, LIMIT(ALIGN_V), a->total_kv > 0));
+    CHECK(check_pointer("o", a->o, LIMIT(ALIGN_O), true));
+    CHECK(check_pointer("lse", a->lse, LIMIT(ALIGN_LSE), false));
+    CHECK(check_pointer("plan_device", a->plan_device, LIMIT(ALIGN_PLAN_DEVICE), true));
+    return check_pointer("workspace", a->workspace, LIMIT(ALIGN_WORKSPACE), head->split);
 }
 
 /* What cuda::fast_mod_div computes on the host: n / value is (n + add) * multiplier >> 32 >> shift. */
@@ -640,59 +594,56 @@ static kseal_status launch(const struct kseal_handle *handle, const struct probl
     const struct params params = params_of(p, head);
     if (head->grid == 0)
         return KSEAL_OK;
-    kseal_status status = launch_tiles(handle, &params, p, head);
-    return status == KSEAL_OK && head->split ? launch_merge(handle, &params, p) : status;
+    CHECK(launch_tiles(handle, &params, p, head));
+    return head->split ? launch_merge(handle, &params, p) : KSEAL_OK;
 }
 
 /* ---- what abi/generated/kernseal_ops.h declares ---- */
 
-kseal_status kseal_ragged_prefill_launch_workspace(const struct kseal_handle *handle, const args_t *args, uint64_t *bytes) {
+static kseal_status measure(const struct kseal_handle *handle, const args_t *args, uint64_t *plan_bytes,
+                            uint64_t *workspace_bytes) {
     struct problem p = problem_of(handle, args);
-    uint64_t plan_bytes, workspace_bytes = 0;
     bool empty;
-    kseal_status status = check_sizes(args, &p, &empty);
-    if (status == KSEAL_OK && !empty)
-        status = largest(&p, &plan_bytes, &workspace_bytes);
-    if (status == KSEAL_OK)
-        *bytes = workspace_bytes;
-    return status;
+    *plan_bytes = *workspace_bytes = 0;
+    CHECK(check_sizes(args, &p, &empty));
+    return empty ? KSEAL_OK : largest(&p, plan_bytes, workspace_bytes);
+}
+
+kseal_status kseal_ragged_prefill_launch_workspace(const struct kseal_handle *handle, const args_t *args, uint64_t *bytes) {
+    uint64_t plan_bytes, workspace_bytes;
+    CHECK(measure(handle, args, &plan_bytes, &workspace_bytes));
+    *bytes = workspace_bytes;
+    return KSEAL_OK;
 }
 
 kseal_status kseal_ragged_prefill_launch_plan(const struct kseal_handle *handle, const args_t *args, uint64_t *bytes) {
-    struct problem p = problem_of(handle, args);
-    uint64_t plan_bytes = 0, workspace_bytes;
-    bool empty;
-    kseal_status status = check_sizes(args, &p, &empty);
-    if (status == KSEAL_OK && !empty)
-        status = largest(&p, &plan_bytes, &workspace_bytes);
-    if (status == KSEAL_OK)
-        *bytes = plan_bytes;
-    return status;
+    uint64_t plan_bytes, workspace_bytes;
+    CHECK(measure(handle, args, &plan_bytes, &workspace_bytes));
+    *bytes = plan_bytes;
+    return KSEAL_OK;
 }
 
 kseal_status kseal_ragged_prefill_launch_make_plan(const struct kseal_handle *handle, const args_t *args, uint64_t *bytes) {
     struct problem p = problem_of(handle, args);
     bool empty;
-    kseal_status status = check_sizes(args, &p, &empty);
-    if (status == KSEAL_OK && empty)
+    CHECK(check_sizes(args, &p, &empty));
+    if (empty) {
         *bytes = 0;
-    if (status != KSEAL_OK || empty)
-        return status;
-    status = check_planned(args);
-    return status == KSEAL_OK ? plan(&p, bytes) : status;
+        return KSEAL_OK;
+    }
+    CHECK(check_planned(args));
+    return plan(&p, bytes);
 }
 
 kseal_status kseal_ragged_prefill_launch_run(const struct kseal_handle *handle, const args_t *args) {
     struct problem p = problem_of(handle, args);
     struct head head;
     bool empty;
-    kseal_status status = check_sizes(args, &p, &empty);
-    if (status != KSEAL_OK || empty)
-        return status;
-    status = read_head(&p, &head);
-    if (status == KSEAL_OK)
-        status = check_pointers(args, &head);
-    if (status == KSEAL_OK)
-        status = kseal_handle_check_device(handle);
-    return status == KSEAL_OK ? launch(handle, &p, &head) : status;
+    CHECK(check_sizes(args, &p, &empty));
+    if (empty)
+        return KSEAL_OK;
+    CHECK(read_head(&p, &head));
+    CHECK(check_pointers(args, &head));
+    CHECK(kseal_handle_check_device(handle));
+    return launch(handle, &p, &head);
 }
