@@ -19,7 +19,8 @@ struct cache_list {
 static inline kseal_status check_pages(int64_t batch_size, int64_t num_pages, int64_t max_pages_per_seq, int64_t page_size) {
     CHECK(kseal_check_positive(OP, "num_pages", num_pages));
     if (num_pages > LENGTH_END)
-        REFUSE(KSEAL_OVERFLOW, "num_pages is %lld; the page table holds int32, so up to 2^31 are supported", (long long)num_pages);
+        REFUSE(KSEAL_OVERFLOW, "num_pages is %lld; the page table holds int32, so up to 2^31 are supported",
+               (long long)num_pages);
     CHECK(kseal_check_max_pages(OP, max_pages_per_seq, page_size));
     if (!product_below(INDEX_END, batch_size, max_pages_per_seq, 1))
         REFUSE(KSEAL_OVERFLOW, "max_pages_per_seq is %lld; B * max_pages_per_seq must be below 2^32 (B is %lld)",

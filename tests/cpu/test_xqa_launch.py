@@ -642,8 +642,8 @@ def test_a_refusal_is_a_sentence(
 
 
 def sentences() -> list[str]:
-    """A pattern for each sentence of launch.c."""
-    text = (op().folder / "launch.c").read_text()
+    """A pattern for each sentence of the op's own."""
+    text = "".join((op().folder / name).read_text() for name in ("launch.c", "pages.h"))
     quoted = re.findall(r'REFUSE\(KSEAL_\w+,\s*((?:"[^"]*"\s*)+)', text)
     formats = ["".join(re.findall(r'"([^"]*)"', part)) for part in quoted]
     assert len(formats) == text.count("REFUSE(KSEAL_")
