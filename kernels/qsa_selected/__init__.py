@@ -1,0 +1,1 @@
+"""Attention over selected positions of a paged cache (QSA on SM120)."""
