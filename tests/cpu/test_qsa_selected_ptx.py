@@ -22,6 +22,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from gpu.qsa_selected_problems import LIMIT, OP, SCALE, Problem, make, same_bits  # noqa: E402
 
+from kernseal.export import elf  # noqa: E402
+
 pytestmark = pytest.mark.slow
 
 # Those that the tests of the launches compile, too.
@@ -151,3 +153,17 @@ def test_a_row_that_no_request_has_reads_nothing(machine: Machine, name: str, va
     out = machine.run(p, 1)
     assert out["o"][0].eq(0).all()
     assert p.check(out) <= LIMIT
+
+
+def test_nothing_spills_and_e4m3_is_widened_by_the_instruction(machine: Machine) -> None:
+    made = machine.made
+    attention, *merges, direct = (elf.read(made.cubin).entries[entry] for entry, _ in made.answer.kernels)
+    assert [entry.frame for entry in (attention, *merges, direct)] == [0] * 4
+    # Two CTAs of 128 threads, or one of 256, in the registers of an SM.
+    assert max(attention.registers, direct.registers) * 256 <= 65536
+    for entry in (made.answer.kernels[0][0], made.answer.kernels[3][0]):
+        names = {".".join(i.op) for i in machine.kernels[entry].code}
+        assert ("cvt.rn.bf16x2.e4m3x2" in names) == (machine.axes["kv_dtype"] == "e4m3")
+        assert {name for name in names if name.startswith("mma")} == {
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+        }
