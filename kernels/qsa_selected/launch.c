@@ -1,14 +1,15 @@
 /* Attention over selected positions: from kseal_qsa_selected_args to the argument list of the variant's CuTe host function. */
-#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "check.h"
 #include "kernseal_ops.h"
 
+#define OP "qsa_selected"
 #define LIMIT(name) KSEAL_QSA_SELECTED_LIMIT_##name
 #define AXIS(name) KSEAL_QSA_SELECTED_AXIS_##name
 #define D LIMIT(HEAD_DIM)
-#define INDEX_END ((int64_t)1 << 31)  /* rows and heads are int32, pages are entries of an int32 table */
+#define INDEX_BITS 31                 /* rows are int32 */
 #define STRIDE_END ((int64_t)1 << 40) /* bytes */
 #define ADDRESS_END ((int64_t)1 << 57)
 #define COPY_BYTES 16 /* of one load of the cache */
@@ -25,16 +26,13 @@ struct problem {
     uint64_t lse_offset, workspace;
 };
 
-#define REFUSE(status, ...) return kseal_fail(status, "qsa_selected: " __VA_ARGS__)
-
 /* FlashInfer's choice: enough thread blocks to fill a device when there are few rows, none to merge when there are many. */
 static int32_t splits_of(int64_t rows) { return rows == 1 ? 64 : rows <= 4 ? 32 : rows <= 64 ? 16 : 1; }
 
 /* ---- validation: one function per kind of rule, each naming field, value and what is supported ---- */
 
 static kseal_status check_heads(const args_t *a, int32_t most) {
-    if (a->num_kv_heads <= 0 || a->num_kv_heads > LIMIT(MAX_KV_HEADS))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_kv_heads is %d; it must be from 1 to %d", a->num_kv_heads, LIMIT(MAX_KV_HEADS));
+    CHECK(kseal_check_range(OP, "num_kv_heads", a->num_kv_heads, 1, LIMIT(MAX_KV_HEADS)));
     if (a->num_q_heads <= 0 || a->num_q_heads % a->num_kv_heads != 0 || a->num_q_heads / a->num_kv_heads > most)
         REFUSE(KSEAL_INVALID_ARGUMENT, "num_q_heads is %d; it must be 1 to %d times num_kv_heads (%d)", a->num_q_heads, most,
                a->num_kv_heads);
@@ -50,31 +48,16 @@ static kseal_status check_counts(const args_t *a, const struct problem *p) {
     if (p->splits > 1 && a->num_rows > LIMIT(MAX_SPLIT_ROWS))
         REFUSE(KSEAL_OVERFLOW, "num_rows is %lld; it must be at most %d with splits (%d)", (long long)a->num_rows,
                LIMIT(MAX_SPLIT_ROWS), p->splits);
-    if (a->num_rows >= INDEX_END)
-        REFUSE(KSEAL_OVERFLOW, "num_rows is %lld; it must be below 2^31", (long long)a->num_rows);
-    return KSEAL_OK;
+    return kseal_check_below(OP, "num_rows", a->num_rows, INDEX_BITS);
 }
 
 static kseal_status check_tables(const args_t *a) {
-    const struct {
-        const char *name;
-        int64_t value;
-    } counts[] = {
-        {"num_requests", a->num_requests},
-        {"max_pages_per_request", a->max_pages_per_request},
-        {"num_pages", a->num_pages},
-        {"page_size", a->page_size},
-    };
-    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
-        if (counts[i].value <= 0 || counts[i].value >= INDEX_END)
-            REFUSE(KSEAL_INVALID_ARGUMENT, "%s is %lld; it must be positive and below 2^31", counts[i].name,
-                   (long long)counts[i].value);
-    if (a->selection_width < 1 || a->selection_width > LIMIT(MAX_SELECTION_WIDTH))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "selection_width is %d; it must be from 1 to %d", a->selection_width,
-               LIMIT(MAX_SELECTION_WIDTH));
-    if (!isfinite(a->scale) || a->scale <= 0.0f)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "scale is %g; it must be finite and positive", (double)a->scale);
-    return KSEAL_OK;
+    CHECK(kseal_check_range(OP, "num_requests", a->num_requests, 1, INT32_MAX));
+    CHECK(kseal_check_range(OP, "max_pages_per_request", a->max_pages_per_request, 1, INT32_MAX));
+    CHECK(kseal_check_range(OP, "num_pages", a->num_pages, 1, INT32_MAX));
+    CHECK(kseal_check_positive(OP, "page_size", a->page_size));
+    CHECK(kseal_check_range(OP, "selection_width", a->selection_width, 1, LIMIT(MAX_SELECTION_WIDTH)));
+    return kseal_check_positive_scale(OP, "scale", a->scale);
 }
 
 /* Writes the stride to use: `given`, or `dense` where that is 0. `count` steps of it must stay within an address. */
@@ -97,59 +80,31 @@ static kseal_status check_strides(const args_t *a, struct problem *p) {
     int64_t token = (int64_t)a->num_kv_heads * D, page;
     if (__builtin_mul_overflow(token, a->page_size, &page))
         page = STRIDE_END;
-    kseal_status status =
-        check_stride("kv_page_stride", a->kv_page_stride, page, a->num_pages, p->element, &p->page_stride);
-    if (status == KSEAL_OK)
-        status = check_stride("kv_token_stride", a->kv_token_stride, token, a->page_size, p->element, &p->token_stride);
-    if (status == KSEAL_OK)
-        status = check_stride("kv_head_stride", a->kv_head_stride, D, a->num_kv_heads, p->element, &p->head_stride);
-    return status;
-}
-
-/* UNWANTED and NEEDED pointers follow from an axis of the config, which `because` words. */
-struct pointer {
-    const char *name;
-    const void *value;
-    uint32_t align;
-    bool wanted;
-    const char *because;
-};
-
-static kseal_status check_pointer(const struct pointer *at) {
-    if (at->value == NULL && at->wanted)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is null; it is needed%s", at->name, at->because);
-    if (at->value != NULL && !at->wanted)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is %p; it must be null%s", at->name, at->value, at->because);
-    if ((uintptr_t)at->value % at->align != 0)
-        REFUSE(KSEAL_MISALIGNED, "%s is %p; it must be aligned to %u bytes", at->name, at->value, at->align);
-    return KSEAL_OK;
+    CHECK(check_stride("kv_page_stride", a->kv_page_stride, page, a->num_pages, p->element, &p->page_stride));
+    CHECK(check_stride("kv_token_stride", a->kv_token_stride, token, a->page_size, p->element, &p->token_stride));
+    return check_stride("kv_head_stride", a->kv_head_stride, D, a->num_kv_heads, p->element, &p->head_stride);
 }
 
 static kseal_status check_pointers(const args_t *a, const struct problem *p) {
-    const char *scaled = p->fp8 ? ", since config.kv_dtype is e4m3" : ", since config.kv_dtype is bf16";
-    const struct pointer pointers[] = {
-        {"q", a->q, LIMIT(ALIGN_Q), true, ""},
-        {"k", a->k, LIMIT(ALIGN_K), true, ""},
-        {"v", a->v, LIMIT(ALIGN_V), true, ""},
-        {"k_descale", a->k_descale, LIMIT(ALIGN_K_DESCALE), p->fp8, scaled},
-        {"v_descale", a->v_descale, LIMIT(ALIGN_V_DESCALE), p->fp8, scaled},
-        {"block_table", a->block_table, LIMIT(ALIGN_BLOCK_TABLE), true, ""},
-        {"token_to_request", a->token_to_request, p->request, true, ""},
-        {"selected_positions", a->selected_positions, LIMIT(ALIGN_SELECTED_POSITIONS), true, ""},
-        {"query_positions", a->query_positions, LIMIT(ALIGN_QUERY_POSITIONS), true, ""},
-        {"o", a->o, LIMIT(ALIGN_O), true, ""},
-        {"lse", a->lse, LIMIT(ALIGN_LSE), p->lse, p->lse ? ", since config.lse is 1" : ", since config.lse is 0"},
-        {"workspace", a->workspace, LIMIT(ALIGN_WORKSPACE), p->workspace != 0 || a->workspace != NULL, ""},
+    enum kseal_presence scales = p->fp8 ? KSEAL_NEEDED : KSEAL_UNWANTED;
+    enum kseal_presence scratch = p->workspace != 0 ? KSEAL_NEEDED : KSEAL_OPTIONAL;
+    const char *scaled = p->fp8 ? "config.kv_dtype is e4m3" : "config.kv_dtype is bf16";
+    const struct kseal_pointer pointers[] = {
+        {"q", a->q, LIMIT(ALIGN_Q), KSEAL_NEEDED, NULL},
+        {"k", a->k, LIMIT(ALIGN_K), KSEAL_NEEDED, NULL},
+        {"v", a->v, LIMIT(ALIGN_V), KSEAL_NEEDED, NULL},
+        {"k_descale", a->k_descale, LIMIT(ALIGN_K_DESCALE), scales, scaled},
+        {"v_descale", a->v_descale, LIMIT(ALIGN_V_DESCALE), scales, scaled},
+        {"block_table", a->block_table, LIMIT(ALIGN_BLOCK_TABLE), KSEAL_NEEDED, NULL},
+        {"token_to_request", a->token_to_request, p->request, KSEAL_NEEDED, NULL},
+        {"selected_positions", a->selected_positions, LIMIT(ALIGN_SELECTED_POSITIONS), KSEAL_NEEDED, NULL},
+        {"query_positions", a->query_positions, LIMIT(ALIGN_QUERY_POSITIONS), KSEAL_NEEDED, NULL},
+        {"o", a->o, LIMIT(ALIGN_O), KSEAL_NEEDED, NULL},
+        {"lse", a->lse, LIMIT(ALIGN_LSE), p->lse ? KSEAL_NEEDED : KSEAL_UNWANTED, SINCE(p, lse)},
+        {"workspace", a->workspace, LIMIT(ALIGN_WORKSPACE), scratch, NULL},
     };
-    for (size_t i = 0; i < sizeof pointers / sizeof *pointers; i++) {
-        kseal_status status = check_pointer(&pointers[i]);
-        if (status != KSEAL_OK)
-            return status;
-    }
-    if (a->workspace_bytes < p->workspace)
-        REFUSE(KSEAL_WORKSPACE_TOO_SMALL, "workspace_bytes is %llu; %llu are needed", (unsigned long long)a->workspace_bytes,
-               (unsigned long long)p->workspace);
-    return KSEAL_OK;
+    CHECK(kseal_check_pointers(OP, pointers, sizeof pointers / sizeof *pointers));
+    return kseal_check_room(OP, "workspace_bytes", a->workspace_bytes, p->workspace);
 }
 
 /* What decides the size of the workspace: partial outputs of the splits, then the logarithms of their sums. */
@@ -165,27 +120,24 @@ static kseal_status size(const struct kseal_handle *handle, const args_t *a, str
         .element = fp8 ? 1 : 2,
         .request = axes[AXIS(REQUEST_DTYPE)] == KSEAL_DTYPE_I64 ? sizeof(int64_t) : sizeof(int32_t),
     };
-    if (a->num_rows < 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_rows is %lld; it must not be negative", (long long)a->num_rows);
+    CHECK(kseal_check_not_negative(OP, "num_rows", a->num_rows));
     if (a->num_rows == 0)
         return KSEAL_OK;
-    kseal_status status = check_heads(a, p->tile_q);
-    if (status == KSEAL_OK)
-        status = check_counts(a, p);
-    if (status == KSEAL_OK && p->splits > 1) {
+    CHECK(check_heads(a, p->tile_q));
+    CHECK(check_counts(a, p));
+    if (p->splits > 1) {
         uint64_t sums = (uint64_t)a->num_rows * (uint64_t)p->splits * (uint64_t)a->num_q_heads;
         p->lse_offset = sums * D * sizeof(float);
         p->workspace = p->lse_offset + sums * sizeof(float);
     }
-    return status;
+    return KSEAL_OK;
 }
 
 kseal_status kseal_qsa_selected_launch_workspace(const struct kseal_handle *handle, const args_t *args, uint64_t *bytes) {
     struct problem p;
-    kseal_status status = size(handle, args, &p);
-    if (status == KSEAL_OK)
-        *bytes = p.workspace;
-    return status;
+    CHECK(size(handle, args, &p));
+    *bytes = p.workspace;
+    return KSEAL_OK;
 }
 
 /* ---- the choice of a variant ---- */
@@ -193,10 +145,9 @@ kseal_status kseal_qsa_selected_launch_workspace(const struct kseal_handle *hand
 /* The smallest tile that the query heads of a KV head fit. */
 kseal_status kseal_qsa_selected_launch_choose(const args_t *args, uint32_t sm_count, kseal_qsa_selected_config *config) {
     (void)sm_count;
-    kseal_status status = check_heads(args, 32);
-    if (status == KSEAL_OK)
-        config->tile_q = args->num_q_heads / args->num_kv_heads <= 16 ? 16 : 32;
-    return status;
+    CHECK(check_heads(args, 32));
+    config->tile_q = args->num_q_heads / args->num_kv_heads <= 16 ? 16 : 32;
+    return KSEAL_OK;
 }
 
 /* ---- the argument list ---- */
@@ -218,15 +169,12 @@ static kseal_status launch(const struct kseal_handle *handle, struct problem *p)
 
 kseal_status kseal_qsa_selected_launch_run(const struct kseal_handle *handle, const args_t *args) {
     struct problem p;
-    kseal_status status = size(handle, args, &p);
-    if (status != KSEAL_OK || args->num_rows == 0)
-        return status;
-    status = check_tables(args);
-    if (status == KSEAL_OK)
-        status = check_strides(args, &p);
-    if (status == KSEAL_OK)
-        status = check_pointers(args, &p);
-    if (status == KSEAL_OK)
-        status = kseal_handle_check_device(handle);
-    return status == KSEAL_OK ? launch(handle, &p) : status;
+    CHECK(size(handle, args, &p));
+    if (args->num_rows == 0)
+        return KSEAL_OK;
+    CHECK(check_tables(args));
+    CHECK(check_strides(args, &p));
+    CHECK(check_pointers(args, &p));
+    CHECK(kseal_handle_check_device(handle));
+    return launch(handle, &p);
 }

@@ -233,7 +233,7 @@ SIZES: list[tuple[str, dict[str, Any], str]] = [
 """Also refused when the size of the workspace is asked for."""
 RUNS: list[tuple[str, dict[str, Any], str]] = [
     *(
-        ("bf16", {name: value}, f"{INVALID}: {name} is {value}; it must be positive and below 2^31")
+        ("bf16", {name: value}, f"{INVALID}: {name} is {value}; it must be from 1 to 2147483647")
         for name in ("num_requests", "max_pages_per_request", "num_pages")
         for value in (0, -1, 2**31)
     ),
@@ -241,7 +241,7 @@ RUNS: list[tuple[str, dict[str, Any], str]] = [
     ("bf16", {"selection_width": 0}, f"{INVALID}: selection_width is 0; it must be from 1 to 1073741824"),
     ("bf16", {"selection_width": 2**30 + 1}, f"{INVALID}: selection_width is 1073741825; it must be from 1"),
     *(
-        ("bf16", {"scale": value}, f"{INVALID}: scale is {text}; it must be finite and positive")
+        ("bf16", {"scale": value}, f"{INVALID}: scale is {text}; it must be finite and above 0")
         for value, text in ((0.0, "0"), (-1.0, "-1"), (float("nan"), "nan"), (float("inf"), "inf"))
     ),
     *(
