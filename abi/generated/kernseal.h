@@ -105,6 +105,7 @@ typedef struct kseal_paged_mqa_logits kseal_paged_mqa_logits;
 typedef struct kseal_paged_mqa_schedule kseal_paged_mqa_schedule;
 typedef struct kseal_qsa_attention kseal_qsa_attention;
 typedef struct kseal_qsa_metadata kseal_qsa_metadata;
+typedef struct kseal_qsa_selected kseal_qsa_selected;
 typedef struct kseal_ragged_prefill kseal_ragged_prefill;
 typedef struct kseal_topk_regions kseal_topk_regions;
 typedef struct kseal_topk_varlen kseal_topk_varlen;
@@ -1287,6 +1288,167 @@ KSEAL_API kseal_status kseal_qsa_metadata_run(kseal_qsa_metadata *handle, const 
  * Streams: None. Not under graph capture.
  * Errors: KSEAL_DRIVER_ERROR. */
 KSEAL_API kseal_status kseal_qsa_metadata_release(kseal_qsa_metadata *handle);
+
+/* qsa_selected: Attention of query tokens over the positions that were selected for each (QSA on SM120), paged
+ * bf16 or FP8 cache; split and merge, or one kernel.
+ * Row t of q is a query token of request token_to_request[t] at position query_positions[t]. It sees the
+ * entries of selected_positions[t] that are from 0 to query_positions[t] and whose page is one: page j //
+ * page_size of the request is below max_pages_per_request, and its entry of block_table is from 0 to num_pages
+ * - 1. Other entries (-1 by custom) count for nothing, and nothing is read for them.
+ * The entries that count must be distinct: one that stands twice counts twice. Their order does not matter but
+ * for rounding.
+ * o[t, h] = softmax(scale * q[t, h] K^T) V over those positions, with the K and V of head h // (Hq / Hkv).
+ * Probabilities are rounded to bf16 before they meet V.
+ * A row that sees nothing, or whose request is none of 0 to num_requests - 1, gives zeros, and an lse of
+ * -infinity.
+ * config.lse = 1: lse[t, h] is the natural logarithm of the sum of exp(scale * q . k) over what the row sees.
+ * e4m3: K is k times k_descale, V is v times v_descale, each one float32 on the device, positive.
+ * Position j of request b is row j % page_size of page block_table[b, j // page_size].
+ * splits CTAs share a row and KV head, and a second kernel merges what they give; 1 makes one kernel do all. 0
+ * is FlashInfer's choice: 64 for 1 row, 32 up to 4, 16 up to 64, 1 above. The merge has a fixed order: the same
+ * call gives the same bits, and a row has the same bits in every call with the same splits, selection_width and
+ * heads.
+ * config.tile_q changes speed alone: any tile_q >= Hq / Hkv is right, and kseal_qsa_selected_choose says which
+ * one FlashInfer takes. */
+/* What is fixed when qsa_selected is prepared. Read during the call only. */
+typedef struct kseal_qsa_selected_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Element type of the K and V cache. q and o are bf16. kseal_dtype: bf16, e4m3. */
+    uint32_t kv_dtype;
+    /* Element type of token_to_request. kseal_dtype: i32, i64. */
+    uint32_t request_dtype;
+    /* Rows of the query tile, at least Hq / Hkv: 16 or 32. */
+    uint32_t tile_q;
+    /* 1 when lse is written too. */
+    uint32_t lse;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_qsa_selected_config;
+
+/* What one run of qsa_selected gets. Read during the call only. */
+typedef struct kseal_qsa_selected_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* Hq, a multiple of Hkv, at most config.tile_q times it. */
+    int32_t num_q_heads;
+    /* Hkv, at most 65535. */
+    int32_t num_kv_heads;
+    /* D. Must be 256. */
+    int32_t head_dim;
+    /* Tokens of a page, any positive number. */
+    int32_t page_size;
+    /* W, columns of selected_positions, 1 to 2^30. */
+    int32_t selection_width;
+    /* CTAs that share a row and KV head, 1 to 64; 0 for FlashInfer's choice. See semantics. */
+    int32_t splits;
+    /* Multiplies the logits; 1/sqrt(D) is customary. Finite and positive. */
+    float scale;
+    /* T, the query tokens. 0 is a no-op that succeeds. At most 65535 with more than one split, else below 2^31. */
+    int64_t num_rows;
+    /* Rows of block_table. */
+    int64_t num_requests;
+    /* Columns of block_table, dense. */
+    int64_t max_pages_per_request;
+    /* Pages of the pool that k and v point to. */
+    int64_t num_pages;
+    /* Distance between pages of k, and of v; 0 means page_size*Hkv*D. A multiple of 16 bytes, as those below.
+     * In elements. */
+    int64_t kv_page_stride;
+    /* Distance between tokens of a page; 0 means Hkv*D (NHD). For HND pass D. In elements. */
+    int64_t kv_token_stride;
+    /* Distance between KV heads; 0 means D (NHD). For HND pass page_size*D. In elements. */
+    int64_t kv_head_stride;
+    /* [T, Hq, D] bf16, dense, 16-byte aligned. */
+    const void *q;
+    /* [num_pages, page_size, Hkv, D] of kv_dtype with the kv strides, 16-byte aligned. */
+    const void *k;
+    /* As k, with the same strides. */
+    const void *v;
+    /* One float32, aligned to its element. Null exactly when config.kv_dtype is bf16. */
+    const void *k_descale;
+    /* As k_descale, for v. */
+    const void *v_descale;
+    /* [num_requests, max_pages_per_request] int32, dense, aligned to its element. */
+    const void *block_table;
+    /* [T] of request_dtype, aligned to its element. */
+    const void *token_to_request;
+    /* [T, W] int32, dense, aligned to its element. */
+    const void *selected_positions;
+    /* [T] int64, aligned to its element. */
+    const void *query_positions;
+    /* [T, Hq, D] bf16, dense, 16-byte aligned. Written. Must not overlap what is read. */
+    void *o;
+    /* [T, Hq] float32, dense, aligned to its element. Written. Null exactly when config.lse is 0. */
+    void *lse;
+    /* Scratch of the size kseal_qsa_selected_workspace_size gives, 256-byte aligned, one per launch in flight.
+     * Contents need not be kept. May be null when that size is 0. */
+    void *workspace;
+    /* Size of workspace. In bytes. */
+    uint64_t workspace_bytes;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_qsa_selected_args;
+
+
+/* Sets in config the axes that say which variant suits a run with args of these sizes on a device with sm_count
+ * SMs: tile_q. Reads the others, which the caller has set, and its own as the op's axes say. Looks at no
+ * pointer in args, at no bundle and no device: an engine calls it for every size that it serves, prepares what
+ * it gets, and calls it again at each step. On failure config is as it was.
+ * Lifetimes: Both structs are free when the call returns.
+ * Threads: Any, any time.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_qsa_selected_choose(const kseal_qsa_selected_args *args,
+    uint32_t sm_count,
+    kseal_qsa_selected_config *config);
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Lifetimes: *handle is the caller's until kseal_qsa_selected_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
+KSEAL_API kseal_status kseal_qsa_selected_prepare(kseal_bundle *bundle,
+    const kseal_qsa_selected_config *config,
+    kseal_qsa_selected **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_qsa_selected_workspace_size(kseal_qsa_selected *handle,
+    const kseal_qsa_selected_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
+KSEAL_API kseal_status kseal_qsa_selected_run(kseal_qsa_selected *handle, const kseal_qsa_selected_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
+KSEAL_API kseal_status kseal_qsa_selected_release(kseal_qsa_selected *handle);
 
 /* ragged_prefill: Attention of packed sequences of different lengths over keys and values that are packed
  * likewise (FA2), planned on the host.

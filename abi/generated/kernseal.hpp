@@ -88,6 +88,11 @@ struct Api {
     decltype(&::kseal_qsa_metadata_workspace_size) kseal_qsa_metadata_workspace_size;
     decltype(&::kseal_qsa_metadata_run) kseal_qsa_metadata_run;
     decltype(&::kseal_qsa_metadata_release) kseal_qsa_metadata_release;
+    decltype(&::kseal_qsa_selected_choose) kseal_qsa_selected_choose;
+    decltype(&::kseal_qsa_selected_prepare) kseal_qsa_selected_prepare;
+    decltype(&::kseal_qsa_selected_workspace_size) kseal_qsa_selected_workspace_size;
+    decltype(&::kseal_qsa_selected_run) kseal_qsa_selected_run;
+    decltype(&::kseal_qsa_selected_release) kseal_qsa_selected_release;
     decltype(&::kseal_ragged_prefill_prepare) kseal_ragged_prefill_prepare;
     decltype(&::kseal_ragged_prefill_workspace_size) kseal_ragged_prefill_workspace_size;
     decltype(&::kseal_ragged_prefill_plan_size) kseal_ragged_prefill_plan_size;
@@ -163,6 +168,11 @@ template <class Find> Api resolve(Find find) {
     set(api.kseal_qsa_metadata_workspace_size, "kseal_qsa_metadata_workspace_size");
     set(api.kseal_qsa_metadata_run, "kseal_qsa_metadata_run");
     set(api.kseal_qsa_metadata_release, "kseal_qsa_metadata_release");
+    set(api.kseal_qsa_selected_choose, "kseal_qsa_selected_choose");
+    set(api.kseal_qsa_selected_prepare, "kseal_qsa_selected_prepare");
+    set(api.kseal_qsa_selected_workspace_size, "kseal_qsa_selected_workspace_size");
+    set(api.kseal_qsa_selected_run, "kseal_qsa_selected_run");
+    set(api.kseal_qsa_selected_release, "kseal_qsa_selected_release");
     set(api.kseal_ragged_prefill_prepare, "kseal_ragged_prefill_prepare");
     set(api.kseal_ragged_prefill_workspace_size, "kseal_ragged_prefill_workspace_size");
     set(api.kseal_ragged_prefill_plan_size, "kseal_ragged_prefill_plan_size");
@@ -451,6 +461,26 @@ struct QsaMetadata {
     static Args args() noexcept { return detail::sized<Args>(); }
 };
 
+/// Attention of query tokens over the positions that were selected for each (QSA on SM120), paged bf16 or FP8 cache; split and merge, or one kernel.
+struct QsaSelected {
+    using Raw = kseal_qsa_selected;
+    using Config = kseal_qsa_selected_config;
+    using Args = kseal_qsa_selected_args;
+
+    static constexpr const char *name = "qsa_selected";
+    static constexpr bool has_semaphores = false;
+    static constexpr bool has_plan = false;
+    static constexpr auto choose = &Api::kseal_qsa_selected_choose;
+    static constexpr auto prepare = &Api::kseal_qsa_selected_prepare;
+    static constexpr auto workspace_size = &Api::kseal_qsa_selected_workspace_size;
+    static constexpr auto run = &Api::kseal_qsa_selected_run;
+    static constexpr auto release = &Api::kseal_qsa_selected_release;
+
+    /// All zero but for struct_size.
+    static Config config() noexcept { return detail::sized<Config>(); }
+    static Args args() noexcept { return detail::sized<Args>(); }
+};
+
 /// Attention of packed sequences of different lengths over keys and values that are packed likewise (FA2), planned on the host.
 struct RaggedPrefill {
     using Raw = kseal_ragged_prefill;
@@ -616,6 +646,11 @@ class Library {
         api.kseal_qsa_metadata_workspace_size = &::kseal_qsa_metadata_workspace_size;
         api.kseal_qsa_metadata_run = &::kseal_qsa_metadata_run;
         api.kseal_qsa_metadata_release = &::kseal_qsa_metadata_release;
+        api.kseal_qsa_selected_choose = &::kseal_qsa_selected_choose;
+        api.kseal_qsa_selected_prepare = &::kseal_qsa_selected_prepare;
+        api.kseal_qsa_selected_workspace_size = &::kseal_qsa_selected_workspace_size;
+        api.kseal_qsa_selected_run = &::kseal_qsa_selected_run;
+        api.kseal_qsa_selected_release = &::kseal_qsa_selected_release;
         api.kseal_ragged_prefill_prepare = &::kseal_ragged_prefill_prepare;
         api.kseal_ragged_prefill_workspace_size = &::kseal_ragged_prefill_workspace_size;
         api.kseal_ragged_prefill_plan_size = &::kseal_ragged_prefill_plan_size;

@@ -57,6 +57,7 @@ typedef struct kseal_paged_mqa_logits kseal_paged_mqa_logits;
 typedef struct kseal_paged_mqa_schedule kseal_paged_mqa_schedule;
 typedef struct kseal_qsa_attention kseal_qsa_attention;
 typedef struct kseal_qsa_metadata kseal_qsa_metadata;
+typedef struct kseal_qsa_selected kseal_qsa_selected;
 typedef struct kseal_ragged_prefill kseal_ragged_prefill;
 typedef struct kseal_topk_regions kseal_topk_regions;
 typedef struct kseal_topk_varlen kseal_topk_varlen;
@@ -363,6 +364,46 @@ typedef struct kseal_qsa_metadata_args {
     void *kv_lens;
     void *stream;
 } kseal_qsa_metadata_args;
+typedef struct kseal_qsa_selected_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t kv_dtype;
+    uint32_t request_dtype;
+    uint32_t tile_q;
+    uint32_t lse;
+    void *stream;
+} kseal_qsa_selected_config;
+typedef struct kseal_qsa_selected_args {
+    uint32_t struct_size;
+    int32_t num_q_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t page_size;
+    int32_t selection_width;
+    int32_t splits;
+    float scale;
+    int64_t num_rows;
+    int64_t num_requests;
+    int64_t max_pages_per_request;
+    int64_t num_pages;
+    int64_t kv_page_stride;
+    int64_t kv_token_stride;
+    int64_t kv_head_stride;
+    const void *q;
+    const void *k;
+    const void *v;
+    const void *k_descale;
+    const void *v_descale;
+    const void *block_table;
+    const void *token_to_request;
+    const void *selected_positions;
+    const void *query_positions;
+    void *o;
+    void *lse;
+    void *workspace;
+    uint64_t workspace_bytes;
+    void *stream;
+} kseal_qsa_selected_args;
 typedef struct kseal_ragged_prefill_config {
     uint32_t struct_size;
     int32_t device;
@@ -615,6 +656,17 @@ kseal_status kseal_qsa_metadata_workspace_size(kseal_qsa_metadata *handle,
     uint64_t *bytes);
 kseal_status kseal_qsa_metadata_run(kseal_qsa_metadata *handle, const kseal_qsa_metadata_args *args);
 kseal_status kseal_qsa_metadata_release(kseal_qsa_metadata *handle);
+kseal_status kseal_qsa_selected_choose(const kseal_qsa_selected_args *args,
+    uint32_t sm_count,
+    kseal_qsa_selected_config *config);
+kseal_status kseal_qsa_selected_prepare(kseal_bundle *bundle,
+    const kseal_qsa_selected_config *config,
+    kseal_qsa_selected **handle);
+kseal_status kseal_qsa_selected_workspace_size(kseal_qsa_selected *handle,
+    const kseal_qsa_selected_args *args,
+    uint64_t *bytes);
+kseal_status kseal_qsa_selected_run(kseal_qsa_selected *handle, const kseal_qsa_selected_args *args);
+kseal_status kseal_qsa_selected_release(kseal_qsa_selected *handle);
 kseal_status kseal_ragged_prefill_prepare(kseal_bundle *bundle,
     const kseal_ragged_prefill_config *config,
     kseal_ragged_prefill **handle);

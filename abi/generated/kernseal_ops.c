@@ -2811,6 +2811,94 @@ KSEAL_API kseal_status kseal_qsa_metadata_run(kseal_qsa_metadata *handle, const 
 
 KSEAL_API kseal_status kseal_qsa_metadata_release(kseal_qsa_metadata *handle) { return kseal_op_release((struct kseal_handle *)handle); }
 
+/* ---- qsa_selected ---- */
+
+static const uint32_t kseal_qsa_selected_values_kv_dtype[] = {1, 6};
+static const char *const kseal_qsa_selected_names_kv_dtype[] = {"bf16", "e4m3"};
+
+static const uint32_t kseal_qsa_selected_values_request_dtype[] = {4, 5};
+static const char *const kseal_qsa_selected_names_request_dtype[] = {"i32", "i64"};
+
+static const uint32_t kseal_qsa_selected_values_tile_q[] = {16, 32};
+static const char *const kseal_qsa_selected_names_tile_q[] = {"16", "32"};
+
+static const uint32_t kseal_qsa_selected_values_lse[] = {0, 1};
+static const char *const kseal_qsa_selected_names_lse[] = {"0", "1"};
+
+static const struct kseal_axis kseal_qsa_selected_axes[] = {
+    {"kv_dtype", kseal_qsa_selected_values_kv_dtype, kseal_qsa_selected_names_kv_dtype, 2},
+    {"request_dtype", kseal_qsa_selected_values_request_dtype, kseal_qsa_selected_names_request_dtype, 2},
+    {"tile_q", kseal_qsa_selected_values_tile_q, kseal_qsa_selected_names_tile_q, 2},
+    {"lse", kseal_qsa_selected_values_lse, kseal_qsa_selected_names_lse, 2},
+};
+
+const struct kseal_qsa_selected_class kseal_qsa_selected_classes[1] = {
+    {"selected", 0},
+};
+
+static const struct kseal_op kseal_qsa_selected_op = {
+    .name = "qsa_selected",
+    .axes = kseal_qsa_selected_axes,
+    .axis_count = 4,
+    .excludes = NULL,
+    .exclude_count = 0,
+};
+
+KSEAL_API kseal_status kseal_qsa_selected_choose(const kseal_qsa_selected_args *args, uint32_t sm_count,
+    kseal_qsa_selected_config *config) {
+    kseal_qsa_selected_args a;
+    kseal_qsa_selected_config c;
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_QSA_SELECTED_ARGS_MIN_SIZE, args, "kseal_qsa_selected_args");
+    if (status == KSEAL_OK)
+        status = kseal_read_struct(&c, sizeof c, KSEAL_QSA_SELECTED_CONFIG_MIN_SIZE, config, "kseal_qsa_selected_config");
+    if (status == KSEAL_OK && sm_count == 0)
+        status = kseal_fail(KSEAL_INVALID_ARGUMENT, "qsa_selected: sm_count is 0; it must be positive");
+    if (status == KSEAL_OK)
+        status = kseal_qsa_selected_launch_choose(&a, sm_count, &c);
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_write_struct(config, KSEAL_QSA_SELECTED_CONFIG_MIN_SIZE, &c, sizeof c, "kseal_qsa_selected_config");
+}
+
+KSEAL_API kseal_status kseal_qsa_selected_prepare(kseal_bundle *bundle, const kseal_qsa_selected_config *config,
+    kseal_qsa_selected **handle) {
+    kseal_qsa_selected_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "qsa_selected: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_QSA_SELECTED_CONFIG_MIN_SIZE, config, "kseal_qsa_selected_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.kv_dtype, c.request_dtype, c.tile_q, c.lse};
+    status = kseal_op_prepare(bundle, &kseal_qsa_selected_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_qsa_selected *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_qsa_selected_workspace_size(kseal_qsa_selected *handle, const kseal_qsa_selected_args *args,
+    uint64_t *bytes) {
+    kseal_qsa_selected_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "qsa_selected: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_QSA_SELECTED_ARGS_MIN_SIZE, args, "kseal_qsa_selected_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_qsa_selected_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_qsa_selected_run(kseal_qsa_selected *handle, const kseal_qsa_selected_args *args) {
+    kseal_qsa_selected_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "qsa_selected: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_QSA_SELECTED_ARGS_MIN_SIZE, args, "kseal_qsa_selected_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_qsa_selected_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_qsa_selected_release(kseal_qsa_selected *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
 /* ---- ragged_prefill ---- */
 
 static const uint32_t kseal_ragged_prefill_values_dtype[] = {1, 2};

@@ -335,6 +335,56 @@ kseal_status kseal_qsa_metadata_launch_workspace(const struct kseal_handle *hand
 /* Validates and launches. Written by the op. */
 kseal_status kseal_qsa_metadata_launch_run(const struct kseal_handle *handle, const kseal_qsa_metadata_args *args);
 
+/* ---- qsa_selected ---- */
+
+enum {
+    KSEAL_QSA_SELECTED_AXIS_KV_DTYPE = 0,
+    KSEAL_QSA_SELECTED_AXIS_REQUEST_DTYPE = 1,
+    KSEAL_QSA_SELECTED_AXIS_TILE_Q = 2,
+    KSEAL_QSA_SELECTED_AXIS_LSE = 3,
+    KSEAL_QSA_SELECTED_AXES = 4
+};
+enum {
+    KSEAL_QSA_SELECTED_BUILDER_SELECTED_POSITIONS = 0
+};
+enum {
+    KSEAL_QSA_SELECTED_LIMIT_HEAD_DIM = 256,
+    KSEAL_QSA_SELECTED_LIMIT_MAX_SPLITS = 64,
+    KSEAL_QSA_SELECTED_LIMIT_MAX_SPLIT_ROWS = 65535,
+    KSEAL_QSA_SELECTED_LIMIT_MAX_KV_HEADS = 65535,
+    KSEAL_QSA_SELECTED_LIMIT_MAX_SELECTION_WIDTH = 1073741824,
+    KSEAL_QSA_SELECTED_LIMIT_ALIGN_Q = 16,
+    KSEAL_QSA_SELECTED_LIMIT_ALIGN_K = 16,
+    KSEAL_QSA_SELECTED_LIMIT_ALIGN_V = 16,
+    KSEAL_QSA_SELECTED_LIMIT_ALIGN_O = 16,
+    KSEAL_QSA_SELECTED_LIMIT_ALIGN_K_DESCALE = 4,
+    KSEAL_QSA_SELECTED_LIMIT_ALIGN_V_DESCALE = 4,
+    KSEAL_QSA_SELECTED_LIMIT_ALIGN_BLOCK_TABLE = 4,
+    KSEAL_QSA_SELECTED_LIMIT_ALIGN_SELECTED_POSITIONS = 4,
+    KSEAL_QSA_SELECTED_LIMIT_ALIGN_QUERY_POSITIONS = 8,
+    KSEAL_QSA_SELECTED_LIMIT_ALIGN_LSE = 4,
+    KSEAL_QSA_SELECTED_LIMIT_ALIGN_WORKSPACE = 256
+};
+
+struct kseal_qsa_selected_class {
+    const char *name;
+    uint32_t builder;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_qsa_selected_class kseal_qsa_selected_classes[1];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_qsa_selected_launch_workspace(const struct kseal_handle *handle, const kseal_qsa_selected_args *args,
+                                                  uint64_t *bytes);
+
+/* Sets tile_q in config. Written by the op. */
+kseal_status kseal_qsa_selected_launch_choose(const kseal_qsa_selected_args *args, uint32_t sm_count,
+                                               kseal_qsa_selected_config *config);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_qsa_selected_launch_run(const struct kseal_handle *handle, const kseal_qsa_selected_args *args);
+
 /* ---- ragged_prefill ---- */
 
 enum {

@@ -160,6 +160,12 @@ pub struct kseal_qsa_metadata {
 }
 
 #[repr(C)]
+pub struct kseal_qsa_selected {
+    _opaque: [u8; 0],
+    _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
+}
+
+#[repr(C)]
 pub struct kseal_ragged_prefill {
     _opaque: [u8; 0],
     _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
@@ -1412,6 +1418,166 @@ const _: () = {
     assert!(offset_of!(kseal_qsa_metadata_args, stream) == 160);
 };
 
+/// What is fixed when qsa_selected is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_qsa_selected_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Element type of the K and V cache. q and o are bf16. kseal_dtype: bf16, e4m3.
+    pub kv_dtype: u32,
+    /// Element type of token_to_request. kseal_dtype: i32, i64.
+    pub request_dtype: u32,
+    /// Rows of the query tile, at least Hq / Hkv: 16 or 32.
+    pub tile_q: u32,
+    /// 1 when lse is written too.
+    pub lse: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_qsa_selected_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_qsa_selected_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_qsa_selected_config>() == 32);
+    assert!(offset_of!(kseal_qsa_selected_config, struct_size) == 0);
+    assert!(offset_of!(kseal_qsa_selected_config, device) == 4);
+    assert!(offset_of!(kseal_qsa_selected_config, kv_dtype) == 8);
+    assert!(offset_of!(kseal_qsa_selected_config, request_dtype) == 12);
+    assert!(offset_of!(kseal_qsa_selected_config, tile_q) == 16);
+    assert!(offset_of!(kseal_qsa_selected_config, lse) == 20);
+    assert!(offset_of!(kseal_qsa_selected_config, stream) == 24);
+};
+
+/// What one run of qsa_selected gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_qsa_selected_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// Hq, a multiple of Hkv, at most config.tile_q times it.
+    pub num_q_heads: i32,
+    /// Hkv, at most 65535.
+    pub num_kv_heads: i32,
+    /// D. Must be 256.
+    pub head_dim: i32,
+    /// Tokens of a page, any positive number.
+    pub page_size: i32,
+    /// W, columns of selected_positions, 1 to 2^30.
+    pub selection_width: i32,
+    /// CTAs that share a row and KV head, 1 to 64; 0 for FlashInfer's choice. See semantics.
+    pub splits: i32,
+    /// Multiplies the logits; 1/sqrt(D) is customary. Finite and positive.
+    pub scale: f32,
+    /// T, the query tokens. 0 is a no-op that succeeds. At most 65535 with more than one split, else below 2^31.
+    pub num_rows: i64,
+    /// Rows of block_table.
+    pub num_requests: i64,
+    /// Columns of block_table, dense.
+    pub max_pages_per_request: i64,
+    /// Pages of the pool that k and v point to.
+    pub num_pages: i64,
+    /// Distance between pages of k, and of v; 0 means page_size*Hkv*D. A multiple of 16 bytes, as those below. In elements.
+    pub kv_page_stride: i64,
+    /// Distance between tokens of a page; 0 means Hkv*D (NHD). For HND pass D. In elements.
+    pub kv_token_stride: i64,
+    /// Distance between KV heads; 0 means D (NHD). For HND pass page_size*D. In elements.
+    pub kv_head_stride: i64,
+    /// \[T, Hq, D\] bf16, dense, 16-byte aligned.
+    pub q: *const c_void,
+    /// \[num_pages, page_size, Hkv, D\] of kv_dtype with the kv strides, 16-byte aligned.
+    pub k: *const c_void,
+    /// As k, with the same strides.
+    pub v: *const c_void,
+    /// One float32, aligned to its element. Null exactly when config.kv_dtype is bf16.
+    pub k_descale: *const c_void,
+    /// As k_descale, for v.
+    pub v_descale: *const c_void,
+    /// \[num_requests, max_pages_per_request\] int32, dense, aligned to its element.
+    pub block_table: *const c_void,
+    /// \[T\] of request_dtype, aligned to its element.
+    pub token_to_request: *const c_void,
+    /// \[T, W\] int32, dense, aligned to its element.
+    pub selected_positions: *const c_void,
+    /// \[T\] int64, aligned to its element.
+    pub query_positions: *const c_void,
+    /// \[T, Hq, D\] bf16, dense, 16-byte aligned. Written. Must not overlap what is read.
+    pub o: *mut c_void,
+    /// \[T, Hq\] float32, dense, aligned to its element. Written. Null exactly when config.lse is 0.
+    pub lse: *mut c_void,
+    /// Scratch of the size kseal_qsa_selected_workspace_size gives, 256-byte aligned, one per launch in flight. Contents need not be kept. May be null when that size is 0.
+    pub workspace: *mut c_void,
+    /// Size of workspace. In bytes.
+    pub workspace_bytes: u64,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_qsa_selected_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_qsa_selected_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_qsa_selected_args>() == 200);
+    assert!(offset_of!(kseal_qsa_selected_args, struct_size) == 0);
+    assert!(offset_of!(kseal_qsa_selected_args, num_q_heads) == 4);
+    assert!(offset_of!(kseal_qsa_selected_args, num_kv_heads) == 8);
+    assert!(offset_of!(kseal_qsa_selected_args, head_dim) == 12);
+    assert!(offset_of!(kseal_qsa_selected_args, page_size) == 16);
+    assert!(offset_of!(kseal_qsa_selected_args, selection_width) == 20);
+    assert!(offset_of!(kseal_qsa_selected_args, splits) == 24);
+    assert!(offset_of!(kseal_qsa_selected_args, scale) == 28);
+    assert!(offset_of!(kseal_qsa_selected_args, num_rows) == 32);
+    assert!(offset_of!(kseal_qsa_selected_args, num_requests) == 40);
+    assert!(offset_of!(kseal_qsa_selected_args, max_pages_per_request) == 48);
+    assert!(offset_of!(kseal_qsa_selected_args, num_pages) == 56);
+    assert!(offset_of!(kseal_qsa_selected_args, kv_page_stride) == 64);
+    assert!(offset_of!(kseal_qsa_selected_args, kv_token_stride) == 72);
+    assert!(offset_of!(kseal_qsa_selected_args, kv_head_stride) == 80);
+    assert!(offset_of!(kseal_qsa_selected_args, q) == 88);
+    assert!(offset_of!(kseal_qsa_selected_args, k) == 96);
+    assert!(offset_of!(kseal_qsa_selected_args, v) == 104);
+    assert!(offset_of!(kseal_qsa_selected_args, k_descale) == 112);
+    assert!(offset_of!(kseal_qsa_selected_args, v_descale) == 120);
+    assert!(offset_of!(kseal_qsa_selected_args, block_table) == 128);
+    assert!(offset_of!(kseal_qsa_selected_args, token_to_request) == 136);
+    assert!(offset_of!(kseal_qsa_selected_args, selected_positions) == 144);
+    assert!(offset_of!(kseal_qsa_selected_args, query_positions) == 152);
+    assert!(offset_of!(kseal_qsa_selected_args, o) == 160);
+    assert!(offset_of!(kseal_qsa_selected_args, lse) == 168);
+    assert!(offset_of!(kseal_qsa_selected_args, workspace) == 176);
+    assert!(offset_of!(kseal_qsa_selected_args, workspace_bytes) == 184);
+    assert!(offset_of!(kseal_qsa_selected_args, stream) == 192);
+};
+
 /// What is fixed when ragged_prefill is prepared. Read during the call only.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -2195,6 +2361,11 @@ pub struct Api {
     pub kseal_qsa_metadata_workspace_size: unsafe extern "C" fn(*mut kseal_qsa_metadata, *const kseal_qsa_metadata_args, *mut u64) -> kseal_status,
     pub kseal_qsa_metadata_run: unsafe extern "C" fn(*mut kseal_qsa_metadata, *const kseal_qsa_metadata_args) -> kseal_status,
     pub kseal_qsa_metadata_release: unsafe extern "C" fn(*mut kseal_qsa_metadata) -> kseal_status,
+    pub kseal_qsa_selected_choose: unsafe extern "C" fn(*const kseal_qsa_selected_args, u32, *mut kseal_qsa_selected_config) -> kseal_status,
+    pub kseal_qsa_selected_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_qsa_selected_config, *mut *mut kseal_qsa_selected) -> kseal_status,
+    pub kseal_qsa_selected_workspace_size: unsafe extern "C" fn(*mut kseal_qsa_selected, *const kseal_qsa_selected_args, *mut u64) -> kseal_status,
+    pub kseal_qsa_selected_run: unsafe extern "C" fn(*mut kseal_qsa_selected, *const kseal_qsa_selected_args) -> kseal_status,
+    pub kseal_qsa_selected_release: unsafe extern "C" fn(*mut kseal_qsa_selected) -> kseal_status,
     pub kseal_ragged_prefill_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_ragged_prefill_config, *mut *mut kseal_ragged_prefill) -> kseal_status,
     pub kseal_ragged_prefill_workspace_size: unsafe extern "C" fn(*mut kseal_ragged_prefill, *const kseal_ragged_prefill_args, *mut u64) -> kseal_status,
     pub kseal_ragged_prefill_plan_size: unsafe extern "C" fn(*mut kseal_ragged_prefill, *const kseal_ragged_prefill_args, *mut u64) -> kseal_status,
@@ -2310,6 +2481,16 @@ impl Api {
             kseal_qsa_metadata_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_qsa_metadata, *const kseal_qsa_metadata_args) -> kseal_status>(find(c"kseal_qsa_metadata_run")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_qsa_metadata_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_qsa_metadata) -> kseal_status>(find(c"kseal_qsa_metadata_release")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_selected_choose: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*const kseal_qsa_selected_args, u32, *mut kseal_qsa_selected_config) -> kseal_status>(find(c"kseal_qsa_selected_choose")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_selected_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_qsa_selected_config, *mut *mut kseal_qsa_selected) -> kseal_status>(find(c"kseal_qsa_selected_prepare")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_selected_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_qsa_selected, *const kseal_qsa_selected_args, *mut u64) -> kseal_status>(find(c"kseal_qsa_selected_workspace_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_selected_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_qsa_selected, *const kseal_qsa_selected_args) -> kseal_status>(find(c"kseal_qsa_selected_run")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_qsa_selected_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_qsa_selected) -> kseal_status>(find(c"kseal_qsa_selected_release")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_ragged_prefill_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_ragged_prefill_config, *mut *mut kseal_ragged_prefill) -> kseal_status>(find(c"kseal_ragged_prefill_prepare")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
@@ -2528,6 +2709,30 @@ impl crate::Op for QsaMetadata {
             plan: None,
             run: api.kseal_qsa_metadata_run,
             release: api.kseal_qsa_metadata_release,
+        }
+    }
+}
+
+/// Attention of query tokens over the positions that were selected for each (QSA on SM120), paged bf16 or FP8 cache; split and merge, or one kernel.
+pub enum QsaSelected {}
+
+impl crate::sealed::Sealed for QsaSelected {}
+
+impl crate::Op for QsaSelected {
+    type Raw = kseal_qsa_selected;
+    type Config = kseal_qsa_selected_config;
+    type Args = kseal_qsa_selected_args;
+    const NAME: &'static str = "qsa_selected";
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_qsa_selected_prepare,
+            workspace_size: api.kseal_qsa_selected_workspace_size,
+            semaphores_size: None,
+            plan_size: None,
+            plan: None,
+            run: api.kseal_qsa_selected_run,
+            release: api.kseal_qsa_selected_release,
         }
     }
 }
