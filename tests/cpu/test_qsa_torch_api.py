@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from cpu.fake_driver import qsa  # noqa: E402
-from cpu.fake_driver.kernseal_library import build_library  # noqa: E402
 from cpu.test_xqa_torch_api import HOST, SMS, STREAM, Elsewhere, no_gpu  # noqa: E402, F401
 
 from kernseal.kernels.qsa_attention.torch_api import (  # noqa: E402
@@ -51,9 +50,7 @@ class Recorder:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     folder: Path = tmp_path_factory.mktemp("library")
-    axes = qsa.axes_of()
-    variants = [(qsa.record(axes, "sm_100a", bytes(64)), None, bytes(64))]
-    return Library(str(build_library("sm_100a", None, variants, folder, qsa.TRAPS)))
+    return Library(str(qsa.build([qsa.axes_of()], folder)))
 
 
 @pytest.fixture
