@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from builds import ROOT
 BUNDLE = "sm_90a-linux-x86_64"
 STUBS = {
     "make": "exit 0",
-    "python": "exit 0",
-    "kernseal": 'while [ $# != 0 ] && [ "$1" != --out ]; do shift; done\n'
+    "python": f'case "$*" in *json*) exec {sys.executable} "$@";; esac',
+    "kernseal": '[ "$1" != list ] || { echo \'[{"op": "an_op", "variant": "a_variant"}]\'; exit; }\n'
+    'echo "$@" >>"$(dirname "$0")/said"\n'
+    'while [ $# != 0 ] && [ "$1" != --out ]; do shift; done\n'
     f'[ $# = 0 ] || {{ mkdir -p "$2/{BUNDLE}" && printf manifest > "$2/{BUNDLE}/manifest.json"; }}',
 }
 
@@ -66,6 +69,11 @@ def test_its_numbers_carry_commit_state_device_and_bundle_digest(checkout: Path)
     digest = hashlib.sha256(b"manifest").hexdigest()
     assert f"bundle     {BUNDLE}, manifest sha256 {digest}" in lines
     assert sum(line.endswith(" s") for line in lines) == 11
+    few = [
+        line for line in (checkout / ".venv/bin/said").read_text().splitlines() if "--no-cache --jobs" in line
+    ]
+    assert [line.partition("--jobs ")[2][0] for line in few] == ["1", "2", "2", "1"]
+    assert all(line.count("--variant an_op/a_variant") == 8 for line in few)
 
 
 @pytest.mark.parametrize("change", ["edited", "staged", "untracked", "deleted"])
