@@ -186,29 +186,38 @@ def compile_all(made: Plan, options: Options, report: Reporter) -> dict[str, Bui
 
 def _compile(made: Plan, missing: Sequence[Planned], options: Options, report: Reporter) -> dict[str, Built]:
     opened, _ = source.open_source(options.source, source.upstream(), report.note)
-    with tempfile.TemporaryDirectory(prefix="kernseal-source-") as name:
-        trees = {}
-        for op in {item.op.name: item.op for item in missing}.values():
-            trees[op.name] = Path(name) / op.name
-            tree = patch.apply(source.read_set(opened, source.source_set(op.folder)), made.patches[op.name])
-            patch.write_tree(trees[op.name], tree)
-        if options.scheduler is None:
-            return _compile_here(made, missing, trees, options, report)
-        from kernseal.export import farm
+    trees = {
+        op.name: patch.apply(source.read_set(opened, source.source_set(op.folder)), made.patches[op.name])
+        for op in {item.op.name: item.op for item in missing}.values()
+    }
+    if options.scheduler is None:
+        return _compile_here(made, missing, trees, options, report)
+    from kernseal.export import farm
 
-        return farm.compile_all(options.scheduler, made.target, missing, trees, report)
+    return farm.compile_all(options.scheduler, made.target, missing, trees, report)
 
 
 def _compile_here(
-    made: Plan, missing: Sequence[Planned], trees: Mapping[str, Path], options: Options, report: Reporter
+    made: Plan,
+    missing: Sequence[Planned],
+    trees: Mapping[str, Mapping[str, bytes]],
+    options: Options,
+    report: Reporter,
 ) -> dict[str, Built]:
     compilers = Compilers(cute=toolchain.dsl_runtime_path(), nvrtc=toolchain.nvrtc_path())
     tools = Tools(toolchain.ptxas_path(), compilers, toolchain.cuda_headers())
     built: dict[str, Built] = {}
-    with compilers, ThreadPoolExecutor(options.jobs) as pool:
+    with (
+        compilers,
+        tempfile.TemporaryDirectory(prefix="kernseal-source-") as name,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        folders = {op: Path(name) / op for op in trees}
+        for op, folder in folders.items():
+            patch.write_tree(folder, trees[op])
         waiting = {
             pool.submit(
-                variants.build, p.op, p.variant, made.target, p.inputs, trees[p.op.name], made.rules, tools
+                variants.build, p.op, p.variant, made.target, p.inputs, folders[p.op.name], made.rules, tools
             ): p
             for p in missing
         }

@@ -45,14 +45,14 @@ def compile_all(
     scheduler: str,
     target: Target,
     missing: Sequence[build.Planned],
-    trees: Mapping[str, Path],
+    trees: Mapping[str, Mapping[str, bytes]],
     report: Reporter,
 ) -> dict[str, Built]:
     """Every variant of ``missing``, compiled there and put into the cache here.
 
     Args:
         scheduler: address, such as ``tcp://farm:8786``.
-        trees: by op, its patched source set.
+        trees: by op, its patched source set: each file by its path.
 
     Raises:
         Unsupported: ``distributed`` is not installed.
@@ -80,11 +80,11 @@ def _compile(
     client: Any,
     target: Target,
     missing: Sequence[build.Planned],
-    trees: Mapping[str, Path],
+    trees: Mapping[str, Mapping[str, bytes]],
     report: Reporter,
 ) -> dict[str, Built]:
     # A task of its own, and not scattered: what is scattered to a worker is lost with it.
-    sent = {name: client.submit(dict, _read(root), pure=False) for name, root in trees.items()}
+    sent = {name: client.submit(dict, tree, pure=False) for name, tree in trees.items()}
     waiting = {}
     for item in missing:
         task = Task(item.variant.key, target, item.inputs.summary())
@@ -115,12 +115,6 @@ def _result(future: Any, item: build.Planned) -> dict[str, bytes]:
 def _distributed() -> Any:
     """The library, which has no types. Imported when asked for: it costs a second that no other build should pay."""
     return importlib.import_module("distributed")
-
-
-def _read(root: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()
-    }
 
 
 def compile_here(task: Task, tree: Mapping[str, bytes]) -> dict[str, bytes]:
