@@ -101,6 +101,7 @@ def remove(gone: Sequence[Entry]) -> list[Entry]:
     kept = []
     for entry in gone:
         aside = entry.folder.with_name(f".{entry.folder.name}.removed")
+        shutil.rmtree(aside, ignore_errors=True)  # of a removal that was killed
         try:
             os.rename(entry.folder, aside)
         except FileNotFoundError:

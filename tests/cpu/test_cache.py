@@ -103,6 +103,24 @@ def test_what_was_not_used_for_long_goes_whatever_its_size(root: Path) -> None:
     assert not old.exists() and new.exists()
 
 
+def test_a_removal_that_was_killed_is_finished_by_the_next(root: Path) -> None:
+    folder = put("aa1", 10, 3)
+    left = folder.with_name(f".{folder.name}.removed")
+    left.mkdir()
+    (left / "kernel.cubin").write_bytes(b"half removed")
+    assert run("--prune", "--max-size", "0") == {
+        **run(),
+        "removed": 1,
+        "removed_bytes": folder_bytes(),
+        "refused": [],
+    }
+    assert not folder.exists() and not left.exists()
+
+
+def folder_bytes() -> int:
+    return sum(map(len, contents(b"x" * 10).values()))
+
+
 def test_another_users_entry_is_named_and_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = put("aa1", 10, 3)
 
