@@ -368,7 +368,9 @@ def _op(
     ]
     chosen = tuple(spec["abi"].get("choose", ()))
     if unknown := [axis for axis in chosen if axis not in by_name]:
-        raise ValueError(f"{name}: abi.choose: {', '.join(unknown)}: no such axis")
+        raise ValueError(
+            f"{name}: abi.choose: {', '.join(unknown)}: no such axis; there are {', '.join(by_name)}"
+        )
     has = [*(f["name"] for f in spec["abi"]["args"]), *(["choose"] if chosen else [])]
     names = {"op": name, "chosen": ", ".join(chosen)}
     return Op(
@@ -383,7 +385,5 @@ def _op(
         chosen=chosen,
         excludes=tuple(e for rule in spec.get("excludes", ()) for e in _excludes(rule, axes)),
         limits=_flatten(spec["limits"]),
-        functions=tuple(
-            _function(f, names, status) for f in functions if f.get("needs") in (None, *has)
-        ),
+        functions=tuple(_function(f, names, status) for f in functions if f.get("needs") in (None, *has)),
     )

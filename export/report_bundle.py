@@ -19,7 +19,7 @@ from kernseal.loader import statement as intoto
 from kernseal.loader.errors import InvalidArgument, Malformed
 from kernseal.loader.policy import Policy
 from kernseal.loader.safe_read import MAX_FILE_BYTES, directory, printable, read_once
-from kernseal.loader.statement import MORE_KERNELS, Statement, parse_statement
+from kernseal.loader.statement import KERNEL_COUNTS, MORE_KERNELS, Statement, parse_statement
 from kernseal.loader.verify import verify_report
 from kernseal.loader.violations import Mismatch, VerificationFailed, failed
 
@@ -30,7 +30,6 @@ ENDINGS = {".so": "library", ".h": CODE, ".hpp": CODE, ".rs": CODE}
 OTHER = "manifest, SBOM, packaging"
 KINDS = tuple(dict.fromkeys((*FOLDERS.values(), *ENDINGS.values(), OTHER)))
 ZLIB_LEVEL = 6
-COUNTS = ("registers", "spill_bytes", "static_smem", "dynamic_smem")
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ def kind(name: str) -> str:
 def _variant(statement: Statement, recorded: intoto.Kernel, cubin: bytes) -> Variant:
     arch, record = statement.retarget or statement.sm, recorded.record
     kernels = tuple(
-        Kernel(one["entry"], **{name: one[name] for name in COUNTS}, fits=_occupancy(arch, one, cubin))
+        Kernel(one["entry"], **{name: one[name] for name in KERNEL_COUNTS}, fits=_occupancy(arch, one, cubin))
         for one in (record, *record.get(MORE_KERNELS, ()))
     )
     return Variant(recorded.op, recorded.variant, record["bytes"], recorded.evidence, kernels)

@@ -216,9 +216,10 @@ def _check(path: Path, text: str, data: Any) -> None:
 
 
 def _check_points(op: str, data: Mapping[str, Any]) -> None:
-    """What a class serves and a rule excludes must be axes and values of theirs: misspelt, it would silently match none."""
+    """What a class serves, a rule excludes and a policy sets must be there: misspelt, it would silently match nothing."""
     found = {f"classes.{name}.serves": cls.get("serves", {}) for name, cls in data["classes"].items()}
     found |= {f"excludes.{i}.when": rule["when"] for i, rule in enumerate(data.get("excludes", []))}
+    found["abi.choose"] = {axis: [] for axis in data["abi"].get("choose", [])}
     for key, points in found.items():
         where = f"kernels/{op}/kernel.yaml: {key}"
         for axis, values in points.items():

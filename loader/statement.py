@@ -31,8 +31,9 @@ VERSION = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _PLAIN = re.compile(r"[ -~]{1,512}")
 _KERNEL = ("op", "variant", "class", "axes", "entry", "file", "code_sha256", "evidence")
-_KERNEL_COUNTS = ("registers", "spill_bytes", "static_smem", "dynamic_smem")
-_COUNTS = (*_KERNEL_COUNTS, "bytes")
+KERNEL_COUNTS = ("registers", "spill_bytes", "static_smem", "dynamic_smem")
+"""What a manifest counts of a kernel."""
+_COUNTS = (*KERNEL_COUNTS, "bytes")
 MORE_KERNELS = "more_kernels"
 """Field of a variant with more than one kernel in its image: entry and counts of those after the first."""
 
@@ -215,9 +216,9 @@ def _kernels(field: Cursor, subjects: Mapping[str, str]) -> tuple[Kernel, ...]:
 
 def _check_more(field: Cursor) -> None:
     for item in field.items():
-        entry = item.fields("entry", *_KERNEL_COUNTS)
+        entry = item.fields("entry", *KERNEL_COUNTS)
         entry["entry"].text(expected="the kernel's symbol")
-        for count in _KERNEL_COUNTS:
+        for count in KERNEL_COUNTS:
             entry[count].integer(0, 2**48)
 
 

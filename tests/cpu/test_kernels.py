@@ -7,7 +7,8 @@ import json
 import pytest
 import synthetic_bundle as made
 
-from kernseal.abi.library import KernelRecord, VariantRecord, library_sources
+from kernseal.abi.library import MAX_KERNELS, KernelRecord, VariantRecord, library_sources
+from kernseal.abi.model import ABI_DIR
 from kernseal.export import assemble, cute_worker, manifest
 from kernseal.loader import canonical
 from kernseal.loader.errors import BuildFailed
@@ -114,6 +115,10 @@ def test_a_statement_with_more_kernels_is_read_as_strictly(more: object, words: 
         return
     with pytest.raises(VerificationFailed, match=words):
         parse_statement(canonical.dumps(document))
+
+
+def test_the_core_has_room_for_as_many() -> None:
+    assert f"#define KSEAL_MAX_KERNELS {MAX_KERNELS} " in (ABI_DIR / "core/variant.h").read_text()
 
 
 @pytest.mark.parametrize("count", [0, 9])

@@ -62,6 +62,16 @@ def test_a_mistake_is_refused_with_its_field_every_time(folder: Path, old: str, 
         assert words in str(refused.value)
 
 
+def test_a_policy_sets_axes_that_there_are(tmp_path: Path) -> None:
+    folder = tmp_path / "qsa_attention"
+    shutil.copytree(paths.kernels() / folder.name, folder)
+    edit(folder, "choose: [grouped, ", "choose: [group, ")
+    with pytest.raises(
+        Malformed, match=r"qsa_attention/kernel\.yaml: abi\.choose: 'group' is no axis; there are dtype, "
+    ):
+        spec.load_op(folder)
+
+
 @pytest.mark.parametrize("sm", ["sm_90a", "sm_120a"])
 def test_the_name_of_a_variant_is_its_point_on_the_axes(sm: str) -> None:
     for op in spec.load_ops():
