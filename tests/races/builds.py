@@ -141,14 +141,15 @@ def run_builds(
     deadline = time.monotonic() + SECONDS_A_BUILD + builds * 10
     running: list[subprocess.Popen[bytes]] = []
     started = 0
-    while started < builds or running:
+    # A build that was to die can end first: then there is one more.
+    while started < builds or running or report.killed < kills:
         assert time.monotonic() < deadline, f"{len(running)} builds still wait: a deadlock"
-        while started < builds and len(running) < at_once:
+        while len(running) < at_once and (started < builds or (not running and report.killed < kills)):
             running.append(start(work, chance.choice(keys), chance.choice(outs), chance))
             started += 1
         time.sleep(chance.random() * 0.2)
         # As many kills for each build that is left as will use them up.
-        left = builds - started + len(running)
+        left = max(0, builds - started) + len(running)
         if (
             report.killed < kills
             and chance.random() < (kills - report.killed) / max(1, left) * 0.5 * at_once**0.5
