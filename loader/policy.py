@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -13,6 +14,7 @@ from .pins import Pins, one_per_target, read_pins
 from .statement import Statement, version_order
 from .strict_json import SHA256
 
+AnyPath = str | os.PathLike[str]
 NO_KEYS = KeySet({}, frozenset(), 1)
 
 
@@ -57,8 +59,8 @@ class Policy:
     @classmethod
     def from_options(
         cls,
-        pins: Path | None = None,
-        keys: Sequence[Path] = (),
+        pins: AnyPath | None = None,
+        keys: AnyPath | Sequence[AnyPath] = (),
         threshold: int | None = None,
         *,
         both: bool = False,
@@ -80,7 +82,9 @@ class Policy:
             base = cls.default()
             chosen, locks = base.keys, base.pins
         else:
-            chosen, locks = _keys(keys), read_pins(pins) if pins is not None else ()
+            files = [keys] if isinstance(keys, str | os.PathLike) else keys
+            chosen = _keys([Path(file) for file in files])
+            locks = read_pins(Path(pins)) if pins is not None else ()
         if threshold is not None:
             chosen = KeySet(chosen.keys, chosen.trusted, threshold)
         return cls(locks, chosen, both, min_version, manifest_sha256)

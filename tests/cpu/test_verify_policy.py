@@ -162,6 +162,9 @@ def test_given_options_replace_the_default(tmp_path: Path) -> None:
     assert not only_pins.keys.trusted
     only_keys = Policy.from_options(keys=[public])
     assert (len(only_keys.keys.trusted), only_keys.keys.threshold, only_keys.pins) == (1, 1, ())
+    # As text, and one by itself.
+    assert Policy.from_options(pins=str(tmp_path / "sm_90a.lock.json")) == only_pins
+    assert Policy.from_options(keys=[str(public)]) == Policy.from_options(keys=str(public)) == only_keys
 
 
 def test_pins_of_a_folder_are_all_read_and_must_not_overlap(tmp_path: Path) -> None:
