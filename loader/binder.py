@@ -12,10 +12,16 @@ from .operands import Operand, OpSpec
 from .tensors import HOST, ITEM_BYTES, UNKNOWN, View, dense_strides, reader_of, row_stride, stream_handle
 
 _BYTES = "bytes"
+_MOST_SHAPES = 1024
+_PLAIN = frozenset({int, type(None)})
 
 
 class Binder:
-    """The argument rules of one prepared op. Holds no state between calls."""
+    """The argument rules of one prepared op.
+
+    Whether tensors fit, and the sizes and strides they show, is remembered by what is known of them (all but their
+    addresses): working it out costs several launches, and a runtime calls with the same few shapes again and again.
+    """
 
     def __init__(self, layout: Layout, spec: OpSpec, config: Mapping[str, Any]) -> None:
         operands = spec.operands(config)
@@ -28,6 +34,9 @@ class Binder:
         self._derive = spec.derive
         self._device = config["device"]
         self._config_sizes = {name: value for name, value in config.items() if type(value) is int}
+        self._size_fields = layout.sizes
+        self._sizes = itemgetter(*layout.sizes)
+        self._shown: dict[Any, dict[str, Any]] = {}
 
     def values(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return every field's value, None where neither an argument, a tensor nor a default gives it.
@@ -50,9 +59,32 @@ class Binder:
                     views[name] = view = reader_of(name, value)(name, value, stream)
                     values[name] = view[0]
         if views:
-            self._fill_sizes(args, values, views)
-            self._check(args, values, views)
+            values |= self._sizes_shown(args, values, views)
         return values
+
+    def _sizes_shown(
+        self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]
+    ) -> dict[str, Any]:
+        """Return the fields that the tensors show, once they were found to fit. Addresses have no say in it."""
+        sizes = self._sizes(values)
+        if not _PLAIN.issuperset(map(type, sizes)):  # what counts as a number need not stay the same number
+            return self._look(args, values, views)
+        key = (tuple(args), sizes, tuple(views), *[view[1:] for view in views.values()])
+        shown = self._shown.get(key)
+        if shown is None:
+            shown = self._look(args, values, views)
+            if len(self._shown) >= _MOST_SHAPES:
+                self._shown.clear()
+            self._shown[key] = shown
+        return shown
+
+    def _look(
+        self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]
+    ) -> dict[str, Any]:
+        filled = dict(values)
+        self._fill_sizes(args, filled, views)
+        self._check(args, filled, views)
+        return {name: filled[name] for name in self._size_fields if filled[name] is not values[name]}
 
     def _fill_sizes(self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]) -> None:
         for field, sources in self._sources:

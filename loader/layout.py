@@ -9,6 +9,7 @@ from typing import Any
 from .errors import InvalidArgument, InvalidArgumentType, KernsealError
 
 _CODES = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "uint64_t": "Q", "float": "f", "double": "d"}
+_WHOLE_NUMBERS = frozenset({"int32_t", "uint32_t", "int64_t", "uint64_t"})
 _SIZE_FIELD = "struct_size"
 
 
@@ -18,6 +19,7 @@ class Layout:
     Attributes:
         names: its fields after ``struct_size``, in order.
         pointers: those that are pointers.
+        sizes: those that are whole numbers.
     """
 
     def __init__(self, ffi: Any, name: str) -> None:
@@ -26,6 +28,9 @@ class Layout:
         self._pointer = ffi.typeof(f"{name} *")
         self.names: tuple[str, ...] = tuple(f for f, _ in kind.fields if f != _SIZE_FIELD)
         self.pointers = frozenset(f for f, c in kind.fields if c.type.kind == "pointer")
+        self.sizes: tuple[str, ...] = tuple(
+            f for f, c in kind.fields if f in self.names and c.type.cname in _WHOLE_NUMBERS
+        )
         self._size = ffi.sizeof(name)
         self._codes = struct.Struct(_format(kind.fields, self._size))
 

@@ -36,7 +36,7 @@ class OpSpec:
     Attributes:
         operands: config to the operand of every pointer but the stream.
         config_enums: config fields whose values are names of a C enum.
-        derive: config and args fields to the sizes that shapes name and args lack.
+        derive: config and size fields of args to the sizes that shapes name and args lack. It must not look at pointers.
         config_defaults: config fields a caller may leave out.
         args_defaults: sizes and strides a caller may leave out.
         tags: what each config field adds to a variant's name: a prefix of its value, or the words for False and True.

@@ -175,8 +175,69 @@ def test_workspace_may_be_larger_but_not_smaller_than_said() -> None:
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidArgument, match=words):
-        binder().values(tensors(**changes))
+    for known in (binder(), binder_that_knows()):  # also after a call that was right, and once more
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match=words):
+                known.values(tensors(**changes))
+
+
+def binder_that_knows() -> Binder:
+    """One that has taken the usual tensors before."""
+    known = binder()
+    known.values(tensors())
+    assert len(known._shown) == 1
+    return known
+
+
+def test_a_shape_that_was_seen_is_not_worked_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, again = binder_that_knows(), tensors()
+    monkeypatch.setattr(Binder, "_check", None)
+    values = known.values(again)
+    assert (values["total_tokens"], values["num_seqs"], values["workspace_bytes"]) == (T, N, 4096)
+    assert values["q"] == again["q"].tensor.data_ptr()
+
+
+def test_what_a_call_leaves_out_or_says_otherwise_is_another_shape() -> None:
+    known, row = binder_that_knows(), HV * D * D
+    with pytest.raises(InvalidArgument, match=r"q: shape \(10, 2, 128\); expected .* = \(11, 2, 128\)"):
+        known.values(tensors() | {"total_tokens": 11})
+    assert known.values(tensors() | {"workspace_bytes": 100})["workspace_bytes"] == 100
+    assert known.values(tensors())["workspace_bytes"] == 4096
+    # By address, a tensor shows nothing: what it showed before is not taken.
+    assert known.values(tensors() | {"workspace": 4096})["workspace_bytes"] is None
+    one = torch.zeros(2, row + 256)[:, :row].view(2, HV, D, D)
+    with pytest.raises(InvalidArgument, match="initial_state: strides"):
+        known.values(tensors(initial_state=one))
+
+
+def test_a_size_that_is_no_plain_number_is_looked_at_every_time() -> None:
+    class Size:
+        """An object with a value of its own, as a tensor with one element is."""
+
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __index__(self) -> int:
+            return self.value
+
+        def __eq__(self, other: object) -> bool:
+            return self.value == other
+
+        __hash__ = object.__hash__
+
+    known, size = binder(), Size(T)
+    known.values(tensors() | {"total_tokens": size})
+    size.value = T + 1
+    with pytest.raises(InvalidArgument, match="q: shape"):
+        known.values(tensors() | {"total_tokens": size})
+
+
+def test_few_shapes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernseal.loader.binder._MOST_SHAPES", 3)
+    known = binder()
+    for size in range(4000, 4010):
+        assert known.values(tensors() | {"workspace_bytes": size})["workspace_bytes"] == size
+        assert len(known._shown) <= 3
 
 
 def test_the_host_and_other_devices_are_refused() -> None:
