@@ -8,7 +8,7 @@ out=${OUT:-build/gpu}
 mkdir -p "$out"
 python=${PYTHON:-python3}
 export PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-sanitizers="sanitizer sanitizer_xqa sanitizer_mla sanitizer_cp sanitizer_gdn_decode sanitizer_ragged sanitizer_mqa sanitizer_topk sanitizer_qsa"
+sanitizers="sanitizer sanitizer_xqa sanitizer_mla sanitizer_cp sanitizer_gdn_decode sanitizer_ragged sanitizer_mqa sanitizer_topk sanitizer_varlen sanitizer_qsa"
 steps=${*:-tests $sanitizers bench bench_xqa bench_cp}
 failed=0
 
@@ -60,6 +60,8 @@ run_sanitizer_mqa() { sanitize sanitizer_mqa gpu.sanitize_paged_mqa sm90 sm120_o
 run_sanitizer_qsa() { sanitize sanitizer_qsa gpu.sanitize_qsa_selected sm120_on_sm90 sm120_on_sm90_more; }
 
 run_sanitizer_topk() { sanitize sanitizer_topk gpu.sanitize_topk_regions sm90 sm120_on_sm90; }
+
+run_sanitizer_varlen() { sanitize sanitizer_varlen gpu.sanitize_topk_varlen sm90 sm120_on_sm90; }
 
 run_bench_cp() {
     "$python" -m gpu.bench_gdn_prefill_cp --json "$out/bench_cp.json" ${BENCH_ARGS:-} 2>&1 | tee "$out/bench_cp.log"

@@ -1,0 +1,217 @@
+"""Host time of one call, by way of calling: ``PYTHONPATH=tests python -m gpu.bench_launch --json FILE``.
+
+In one process, in turns A B .. B A: the C function with a struct that is ready, ``Op.launch``, ``Op.run`` with torch
+tensors, kernseal's function with FlashInfer's arguments, and FlashInfer's own, where it is installed. ``--native FILE``
+takes in what the program ``launch`` of ``build_programs.sh`` printed: a run from C++ beside a bare launch. Refuses a tree
+that is not a clean commit, unless told that it is a ``--trial``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu.bundles import BUNDLES, folder, open_by_name
+from gpu.problems import Case, call_args, ends, make_inputs, prepare, workspace
+from gpu.provenance import provenance
+from gpu.timing import Call, summary
+from gpu.xqa_problems import Runner, make
+
+from kernseal.kernels.gdn_prefill.torch_api import chunk_gated_delta_rule
+from kernseal.kernels.xqa_decode.torch_api import xqa
+from kernseal.loader.bundle import Bundle
+from kernseal.loader.op import Op
+from kernseal.loader.serving import use_bundle
+
+CALLS, WARM_UP, ROUNDS = 128, 3, 15
+"""Calls in a row that make a sample; the device is waited for between samples."""
+
+C, LAUNCH, RUN = "C function", "Op.launch", "Op.run, torch tensors"
+OURS, THEIRS = "kernseal, FlashInfer's arguments", "FlashInfer"
+GOAL = 4.0
+"""A call from Python over one from C, at most."""
+
+
+def sample_us(call: Call) -> float:
+    """Host time of one call among ``CALLS`` in a row."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    taken = (time.perf_counter() - start) / CALLS * 1e6
+    torch.cuda.synchronize()
+    return taken
+
+
+def alternate(contenders: Mapping[str, Call]) -> dict[str, dict[str, float]]:
+    """Medians of each, in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_number in range(WARM_UP + ROUNDS):
+        for name in (*contenders, *reversed(list(contenders))):
+            sample = sample_us(contenders[name])
+            if round_number >= WARM_UP:
+                taken[name].append(sample)
+    return {name: summary(samples) for name, samples in taken.items()}
+
+
+def ways(op: Op, args: dict[str, Any]) -> dict[str, Call]:
+    """The ways to run an op with these tensors."""
+    values = op._binder.values(args)
+    fields = {name: values[name] for name in op._layout.names}
+    handle, run, record = op._handle, op._run, op._layout.pack(op._fields(values))
+    without_stream = {name: value for name, value in args.items() if name != "stream"}
+    return {
+        C: lambda: run(handle, record),
+        LAUNCH: lambda: op.launch(**fields),
+        RUN: lambda: op.run(**without_stream),
+    }
+
+
+def gdn_prefill(bundle: Bundle) -> tuple[dict[str, Call], str, str, dict[str, Any]]:
+    case = Case(lengths=(1,), heads=(1, 1, 1))
+    op, x = prepare(bundle, case), make_inputs(case)
+    args = call_args(case, x)
+    args |= {"workspace": workspace(op, **args), "stream": torch.cuda.current_stream()}
+    asked = {
+        "q": x.q,
+        "k": x.k,
+        "v": x.v,
+        "g": x.alpha,
+        "beta": x.beta,
+        "initial_state": x.state,
+        "output_final_state": True,
+    }
+    asked |= {"cu_seqlens": ends(case.lengths)}
+    calls = ways(op, args) | {OURS: lambda: chunk_gated_delta_rule(**asked)}
+    return calls, "flashinfer.gdn_prefill", "chunk_gated_delta_rule", asked
+
+
+def xqa_decode(bundle: Bundle) -> tuple[dict[str, Call], str, str, dict[str, Any]]:
+    axes = {"dtype": "bf16", "kv_dtype": "bf16", "out_dtype": "bf16", "page_size": 16}
+    axes |= {
+        "head_dim": 128,
+        "group_size": 8,
+        "sliding_window": False,
+        "spec_decode": False,
+        "fp8_math": False,
+    }
+    p = make(axes, [16, 16], kv_heads=1)
+    runner, out = Runner(bundle, axes), torch.empty_like(p.q)
+    asked = {
+        "q": p.q.unsqueeze(1),
+        "k_cache": p.k,
+        "v_cache": p.v,
+        "page_table": p.page_table,
+        "output": out.unsqueeze(1),
+    }
+    asked |= {"seq_lens": p.seq_lens.unsqueeze(1).view(torch.uint32), "num_kv_heads": 1, "page_size": 16}
+    asked |= {"workspace_buffer": torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")}
+    asked |= {"semaphores": torch.zeros(1 << 16, dtype=torch.uint32, device="cuda")}
+    calls = ways(runner.op, runner.arguments(p, out)) | {OURS: lambda: xqa(**asked)}
+    return calls, "flashinfer.xqa", "xqa", asked
+
+
+OPS = {"gdn_prefill": gdn_prefill, "xqa_decode": xqa_decode}
+
+
+def upstream(module: str, function: str, asked: dict[str, Any]) -> Call:
+    """FlashInfer's own function, called once; raises whatever it does where it is not there or cannot compile."""
+    found = getattr(importlib.import_module(module), function)
+    found(**asked)
+    torch.cuda.synchronize()
+    return lambda: found(**asked)
+
+
+def rows_of(bundle: Bundle, name: str) -> list[dict[str, Any]]:
+    use_bundle(bundle)
+    rows = []
+    for op, made in OPS.items():
+        calls, module, function, asked = made(bundle)
+        row: dict[str, Any] = {"bundle": name, "op": op}
+        try:
+            calls[THEIRS] = upstream(module, function, asked)
+        except Exception as error:  # whatever another package raises, the row says it
+            row["left_out"] = {THEIRS: f"{type(error).__name__}: {error}"[:300]}
+        row["us"] = alternate(calls)
+        rows.append(row)
+        print(line(row), flush=True)
+    return rows
+
+
+def line(row: Mapping[str, Any]) -> str:
+    times = {name: clock["median"] for name, clock in row["us"].items()}
+    cells = ", ".join(f"{name} {us:.2f}" for name, us in times.items())
+    ratios = ", ".join(f"{name} {times[name] / times[C]:.1f}" for name in times if name != C)
+    left_out = "".join(f"; left out: {name}: {why}" for name, why in row.get("left_out", {}).items())
+    return f"{row['bundle']} {row['op']}: {cells} us a call; of the C function: {ratios} (goal {GOAL:.0f}){left_out}"
+
+
+def charts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The charts of the benchmark document."""
+    found = []
+    for row in report["rows"]:
+        bars = [[name, clock["median"]] for name, clock in row["us"].items()]
+        found.append(
+            {
+                "title": f"Host time of a call: {row['op']}, {row['bundle']}",
+                "measures": f"Host time of one call of {CALLS} in a row, median of {2 * ROUNDS}, in turns.",
+                "unit": "µs",
+                "better": "lower",
+                "x": {"label": "way to call"},
+                "series": {row["op"]: bars},
+            }
+        )
+    native = report.get("native")
+    if native:
+        sides = {"kseal_*_run": "run_us", "bare cuLaunchKernelEx": "bare_us"}
+        found.append(
+            {
+                "title": "Host time of a run from C++ beside a bare launch",
+                "measures": f"One of {native['launches']} in a row, median of {2 * native['rounds']}, in turns.",
+                "unit": "µs",
+                "better": "lower",
+                "x": {"label": "op"},
+                "series": {
+                    side: [[row["op"], row[field]] for row in native["rows"]] for side, field in sides.items()
+                },
+            }
+        )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--native", type=Path, help="what the program launch printed")
+    parser.add_argument("--document", type=Path, help="write a document for kernseal report --bench, too")
+    parser.add_argument("--trial", action="store_true", help="measure whatever is there; the report says so")
+    options = parser.parse_args()
+    report = provenance() | {"trial": options.trial}
+    if not options.trial and (report["commit"] is None or report["dirty"] is not False):
+        print("refused: not a clean commit (KERNSEAL_COMMIT and KERNSEAL_DIRTY say so without git); --trial")
+        return 2
+    if options.native:
+        report["native"] = json.loads(options.native.read_text())
+    torch.cuda.set_device(0)
+    names = [name for name in BUNDLES if folder(name).is_dir()]
+    if not names:
+        print(f"refused: no bundle among {', '.join(BUNDLES.values())}")
+        return 2
+    report["rows"] = []
+    for name in names:
+        with open_by_name(name) as bundle:
+            report["rows"] += rows_of(bundle, name)
+            torch.cuda.synchronize()
+    options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
