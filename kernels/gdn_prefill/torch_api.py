@@ -95,7 +95,11 @@ def chunk_gated_delta_rule(
         state_indices: [N] rows to read (negative: the zero state) and, without ``output_state_indices``,
             to write.
         output_state_indices: [N] rows to write (negative: nowhere).
-        max_seqlen, cu_seqlens_cpu: hints of upstream, not needed here.
+        use_cp: True cuts sequences into chunks that run side by side (op ``gdn_prefill_cp``, SM90, SM120 and SM121), which
+            pays for few long ones; "auto" and False do not.
+        _cp_chunk_len: tokens of a chunk, a multiple of 64; implies ``use_cp``. None is upstream's choice.
+        max_seqlen: with ``use_cp`` at least the longest sequence; None is T. Else a hint that is not needed.
+        cu_seqlens_cpu: a hint of upstream, not needed here.
 
     Returns:
         The output, or (output, final state) with ``output_final_state``.
@@ -108,7 +112,6 @@ def chunk_gated_delta_rule(
     """
     _refuse(
         use_qk_l2norm_in_kernel=(use_qk_l2norm_in_kernel, "normalise q and k first"),
-        use_cp=(use_cp is True or _cp_chunk_len is not None, "there is no context-parallel variant"),
         backend=(backend not in ("auto", "flashinfer"), "supported: auto, flashinfer"),
         gate_domain=(gate_domain != "linear", "pass exp(g)"),
         use_gate_in_kernel=(use_gate_in_kernel or A_log is not None or dt_bias is not None, "pass exp(g)"),
@@ -116,6 +119,8 @@ def chunk_gated_delta_rule(
         checkpoint_state_indices=(checkpoint_state_indices is not None, "checkpoints are stored in order"),
         prefix_lens=(prefix_lens is not None, "checkpoints count from the first token of the call"),
     )
+    if use_cp not in ("auto", True, False):
+        raise InvalidArgument(f"use_cp: {use_cp!r}; must be 'auto', True or False")
     if cu_seqlens is None:
         raise InvalidArgument("cu_seqlens: missing")
     if output_state_indices is not None and state_indices is None:
@@ -124,6 +129,13 @@ def chunk_gated_delta_rule(
         raise InvalidArgument("output_state: must be the pool to write to when state_indices is given")
     heads = max(q.shape[1], v.shape[1])
     num_seqs = cu_seqlens.shape[0] - 1
+    cut: dict[str, int] = {}
+    if use_cp is True or _cp_chunk_len is not None:
+        cut = {"max_seqlen": max_seqlen or 0, "chunk_len": _cp_chunk_len or 0}
+        # Those kernels always read both.
+        g, beta = (
+            q.new_ones((q.shape[0], heads), dtype=torch.float32) if x is None else x for x in (g, beta)
+        )
     with torch.cuda.device(q.device):
         if state_indices is None or (initial_state is None and output_state is None):
             states = _packed(initial_state, output_state, (num_seqs, heads, q.shape[2], q.shape[2]), q.device)
@@ -141,7 +153,8 @@ def chunk_gated_delta_rule(
             beta=beta is not None,
             checkpoints=checkpoint_every_n_tokens > 0,
         )
-        op = served_by(q.get_device()).ready("gdn_prefill", wanted, _prepare)
+        name, prepare_op = ("gdn_prefill_cp", _prepare_cut) if cut else ("gdn_prefill", _prepare)
+        op = served_by(q.get_device()).ready(name, wanted, prepare_op)
         if output is None:
             output = torch.empty((q.shape[0], heads, q.shape[2]), dtype=q.dtype, device=q.device)
         op.run(
@@ -160,8 +173,9 @@ def chunk_gated_delta_rule(
             checkpoint_cu_starts=checkpoint_cu_starts,
             checkpoint_every=checkpoint_every_n_tokens,
             scale=scale or 1.0 / math.sqrt(q.shape[2]),
-            workspace=workspace(op, q, k, v, cu_seqlens),
+            workspace=workspace(op, q, k, v, cu_seqlens, **cut),
             stream=torch.cuda.current_stream().cuda_stream,
+            **cut,
         )
     return (output, states.logical_final) if output_final_state else output
 
@@ -195,6 +209,13 @@ class _Wanted(NamedTuple):
 
 def _prepare(served: Served, wanted: _Wanted) -> Op:
     return served.prepare("gdn_prefill", **wanted._asdict())
+
+
+def _prepare_cut(served: Served, wanted: _Wanted) -> Op:
+    axes = wanted._asdict()
+    return served.prepare(
+        "gdn_prefill_cp", **{name: axes[name] for name in axes if name not in ("alpha", "beta")}
+    )
 
 
 def _packed(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from kernseal.kernels.gdn_prefill.torch_api import _packed, _pooled, chunk_gated_delta_rule  # noqa: E402
+from kernseal.loader import serving  # noqa: E402
 from kernseal.loader.errors import InvalidArgument, Unsupported  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -85,8 +88,6 @@ def test_pools_and_rows(initial: Any, final: Any, write: list[int] | None, expec
     ("change", "words"),
     [
         ({"use_qk_l2norm_in_kernel": True}, "use_qk_l2norm_in_kernel: not supported; normalise"),
-        ({"use_cp": True}, "use_cp: not supported"),
-        ({"_cp_chunk_len": 128}, "use_cp: not supported"),
         ({"backend": "cudnn"}, "backend: not supported; supported: auto, flashinfer"),
         ({"gate_domain": "log"}, r"gate_domain: not supported; pass exp\(g\)"),
         ({"use_gate_in_kernel": True}, "use_gate_in_kernel: not supported"),
@@ -102,6 +103,57 @@ def test_what_the_kernels_do_not_do_is_refused(change: dict[str, Any], words: st
     q = torch.zeros(4, 2, 128, dtype=torch.bfloat16)
     with pytest.raises(Unsupported, match=words):
         chunk_gated_delta_rule(q, q, q, cu_seqlens=torch.tensor([0, 4]), **change)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """What a bundle is asked for: op, axes, and the arguments of the run."""
+    calls: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+
+    def prepare(op: str, device: int, at_least: str | None, **axes: Any) -> Any:
+        def run(**args: Any) -> None:
+            calls.append((op, axes, args))
+
+        return SimpleNamespace(run=run, workspace_size=lambda **args: args.get("chunk_len", 0) + 8)
+
+    bundle = SimpleNamespace(prepare=prepare)
+    monkeypatch.setattr(serving, "_served", {-1: serving.Served(bundle, -1)})  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("change", "op", "cut"),
+    [
+        ({}, "gdn_prefill", {}),
+        ({"use_cp": False, "max_seqlen": 4}, "gdn_prefill", {}),
+        ({"use_cp": True}, "gdn_prefill_cp", {"max_seqlen": 0, "chunk_len": 0}),
+        ({"use_cp": True, "max_seqlen": 4}, "gdn_prefill_cp", {"max_seqlen": 4, "chunk_len": 0}),
+        ({"_cp_chunk_len": 128}, "gdn_prefill_cp", {"max_seqlen": 0, "chunk_len": 128}),
+    ],
+    ids=["auto", "never", "cut", "cut, longest known", "cut, chunk given"],
+)
+def test_sequences_are_cut_where_it_is_asked_for(
+    launched: list[Any], change: dict[str, Any], op: str, cut: dict[str, int]
+) -> None:
+    q, v, gate = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.zeros(4, 3, 128), torch.rand(4, 3)
+    chunk_gated_delta_rule(q, q, v, g=gate, cu_seqlens=torch.tensor([0, 4]), **change)
+    ((found, axes, args),) = launched
+    assert found == op
+    assert {name: args[name] for name in ("max_seqlen", "chunk_len") if name in args} == cut
+    assert args["workspace"].numel() == 8 + cut.get("chunk_len", 0)
+    assert args["alpha"] is gate
+    if cut:  # upstream's kernels for it always read both gates
+        assert not {"alpha", "beta"} & axes.keys() and torch.equal(args["beta"], torch.ones(4, 3))
+    else:
+        assert (axes["alpha"], axes["beta"], args["beta"]) == (True, False, None)
+
+
+def test_a_word_that_use_cp_does_not_have_is_refused() -> None:
+    q = torch.zeros(4, 2, 128, dtype=torch.bfloat16)
+    with pytest.raises(InvalidArgument, match="use_cp: 'always'; must be 'auto', True or False"):
+        chunk_gated_delta_rule(q, q, q, cu_seqlens=torch.tensor([0, 4]), use_cp="always")
 
 
 def test_arguments_that_need_each_other() -> None:

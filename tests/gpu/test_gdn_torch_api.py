@@ -14,6 +14,7 @@ from gpu.problems import Case, call_args, ends, in_layout, make_inputs, rows_of,
 
 from kernseal.kernels.gdn_prefill import torch_api  # noqa: E402
 from kernseal.kernels.gdn_prefill.torch_api import chunk_gated_delta_rule, use_bundle  # noqa: E402
+from kernseal.kernels.gdn_prefill_cp.torch_api import cp_delta_rule  # noqa: E402
 from kernseal.loader import serving  # noqa: E402
 from kernseal.loader.errors import Capturing, InvalidArgument, NotPrepared, Unsupported  # noqa: E402
 
@@ -187,10 +188,35 @@ def test_checkpoints(bundle: Any) -> None:
     assert torch.equal(args["checkpoints"], want.checkpoints)
 
 
+@pytest.mark.parametrize("change", [{}, {"_cp_chunk_len": 128}, {"max_seqlen": 4096}])
+def test_cutting_sequences_is_the_context_parallel_op(bundle: Any, change: dict[str, Any]) -> None:
+    case = Case(lengths=(4096,))
+    x, offsets = make_inputs(case), ends((4096,))
+    output, state = chunk_gated_delta_rule(
+        x.q,
+        x.k,
+        x.v,
+        x.alpha,
+        x.beta,
+        initial_state=x.state,
+        output_final_state=True,
+        cu_seqlens=offsets,
+        use_cp=True,
+        **change,
+    )
+    want, want_state = torch.empty_like(output), torch.empty_like(state)
+    cp_delta_rule(
+        *(want, want_state, x.q, x.k, x.v, x.alpha, x.beta, offsets, 128**-0.5),
+        initial_state=x.state,
+        max_seqlen=change.get("max_seqlen"),
+        cp_chunk_len=change.get("_cp_chunk_len"),
+    )
+    assert torch.equal(output, want)
+    assert torch.equal(state, want_state)
+
+
 UNSUPPORTED: dict[str, Any] = {
     "use_qk_l2norm_in_kernel": True,
-    "use_cp": True,
-    "_cp_chunk_len": 64,
     "backend": "cudnn",
     "gate_domain": "log",
     "use_gate_in_kernel": True,
