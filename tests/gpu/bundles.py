@@ -18,8 +18,9 @@ ALL = BUNDLES | MORE
 
 
 def policy(name: str = "") -> Policy:
-    """The committed pins and keys, or the public key in ``KERNSEAL_TRUST_KEY``."""
-    key = os.environ.get("KERNSEAL_VALIDATION_KEY" if name in MORE else "KERNSEAL_TRUST_KEY")
+    """The committed pins and keys, or the public key in ``KERNSEAL_TRUST_KEY``. ``name`` may be a folder, too."""
+    unpinned = ALL.get(name, name).startswith("validation/")
+    key = os.environ.get("KERNSEAL_VALIDATION_KEY" if unpinned else "KERNSEAL_TRUST_KEY")
     return Policy.from_options(keys=[Path(key)]) if key else Policy.default()
 
 

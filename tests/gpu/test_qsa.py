@@ -1,6 +1,6 @@
 """QSA on hardware: metadata against its oracle, entry by entry; attention, where there is a Blackwell, against float64.
 
-Metadata runs on Hopper too, from the bundle of SM 10.0 that is rebuilt for it: ``kernseal build --sm 100 --retarget 90``.
+Metadata runs on Hopper too, from the kernels of SM 10.0 rebuilt for it, which ``tests/gpu/pack.sh`` makes.
 Attention needs tcgen05.
 """
 
@@ -22,7 +22,7 @@ from kernseal.kernels.qsa_metadata.reference import routes  # noqa: E402
 from kernseal.loader.bundle import open_bundle  # noqa: E402
 
 FOLDERS = {
-    (9, 0): "sm_100a-on-sm_90a-linux-x86_64",
+    (9, 0): "validation/sm_100a-on-sm_90a-linux-x86_64",
     (10, 0): "sm_100a-linux-x86_64",
     (10, 3): "sm_103a-linux-x86_64",
 }
@@ -41,12 +41,13 @@ def bundle() -> Iterator[Any]:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     capability = torch.cuda.get_device_capability(0)
-    path = DIST / FOLDERS.get(capability, "none")
+    name = FOLDERS.get(capability, "none")
+    path = DIST / name
     if not path.is_dir():
         pytest.skip(f"GPU 0 is SM {capability[0]}.{capability[1]}, and there is no bundle {path} for it")
     torch.cuda.set_device(0)
     torch.zeros(1, device="cuda")
-    with open_bundle(path, policy=policy(), allow_validation="-on-" in path.name) as opened:
+    with open_bundle(path, policy=policy(name), allow_validation="-on-" in name) as opened:
         yield opened
         torch.cuda.synchronize()
 
