@@ -73,6 +73,14 @@ run_bench_xqa() {
     return "${PIPESTATUS[0]}"
 }
 
+# Not among the steps that run unasked: it takes FlashInfer and fla-core (docs/runtimes.md), and many minutes. PROGRAMS is what
+# build_programs.sh made.
+run_bench_cold() {
+    "$python" -m gpu.bench_cold --json "$out/bench_cold.json" --document "$out/bench_cold.document.json" \
+        ${PROGRAMS:+--programs "$PROGRAMS"} ${BENCH_ARGS:-} 2>&1 | tee "$out/bench_cold.log"
+    return "${PIPESTATUS[0]}"
+}
+
 run_bench() {
     "$python" -m gpu.bench_gdn_prefill --json "$out/bench.json" ${BENCH_ARGS:-} 2>&1 | tee "$out/bench.log"
     return "${PIPESTATUS[0]}"
