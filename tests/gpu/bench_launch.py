@@ -14,10 +14,13 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu.bench_document import Chart, bars, can_write, write
 from gpu.bundles import BUNDLES, folder, open_by_name
 from gpu.problems import Case, call_args, ends, make_inputs, prepare, workspace
 from gpu.provenance import provenance
@@ -118,6 +121,14 @@ def xqa_decode(bundle: Bundle) -> tuple[dict[str, Call], str, str, dict[str, Any
     return calls, "flashinfer.xqa", "xqa", asked
 
 
+def versions() -> dict[str, str]:
+    found = {}
+    for package in ("torch", "flashinfer-python"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
 OPS = {"gdn_prefill": gdn_prefill, "xqa_decode": xqa_decode}
 
 
@@ -153,36 +164,25 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{row['bundle']} {row['op']}: {cells} us a call; of the C function: {ratios} (goal {GOAL:.0f}){left_out}"
 
 
-def charts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def charts(report: Mapping[str, Any]) -> list[Chart]:
     """The charts of the benchmark document."""
     found = []
     for row in report["rows"]:
-        bars = [[name, clock["median"]] for name, clock in row["us"].items()]
-        found.append(
-            {
-                "title": f"Host time of a call: {row['op']}, {row['bundle']}",
-                "measures": f"Host time of one call of {CALLS} in a row, median of {2 * ROUNDS}, in turns.",
-                "unit": "µs",
-                "better": "lower",
-                "x": {"label": "way to call"},
-                "series": {row["op"]: bars},
-            }
-        )
+        measures = f"Host time of one call of {CALLS} in a row, median of {2 * ROUNDS}, ways in turns."
+        values = {name: clock["median"] for name, clock in row["us"].items()}
+        found.append(bars(f"Calls of {row['op']}, {row['bundle']}", measures, "µs", "way to call", values))
     native = report.get("native")
     if native:
-        sides = {"kseal_*_run": "run_us", "bare cuLaunchKernelEx": "bare_us"}
-        found.append(
-            {
-                "title": "Host time of a run from C++ beside a bare launch",
-                "measures": f"One of {native['launches']} in a row, median of {2 * native['rounds']}, in turns.",
-                "unit": "µs",
-                "better": "lower",
-                "x": {"label": "op"},
-                "series": {
-                    side: [[row["op"], row[field]] for row in native["rows"]] for side, field in sides.items()
-                },
-            }
+        measures = (
+            f"Host time of one of {native['launches']} in a row, median of {2 * native['rounds']}, in turns."
         )
+        values = {}
+        for row in native["rows"]:
+            values |= {
+                f"{row['op']}, kseal_*_run": row["run_us"],
+                f"{row['op']}, bare launch": row["bare_us"],
+            }
+        found.append(bars("Runs from C++ beside bare launches", measures, "µs", "call", values))
     return found
 
 
@@ -197,6 +197,9 @@ def main() -> int:
     if not options.trial and (report["commit"] is None or report["dirty"] is not False):
         print("refused: not a clean commit (KERNSEAL_COMMIT and KERNSEAL_DIRTY say so without git); --trial")
         return 2
+    if options.document and not can_write():
+        print("refused: --document needs jsonschema")
+        return 2
     if options.native:
         report["native"] = json.loads(options.native.read_text())
     torch.cuda.set_device(0)
@@ -210,6 +213,9 @@ def main() -> int:
             report["rows"] += rows_of(bundle, name)
             torch.cuda.synchronize()
     options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    if options.document:
+        command = "python -m gpu.bench_launch"
+        write(options.document, "What a call costs the host", report, command, charts(report), versions())
     return 0
 
 

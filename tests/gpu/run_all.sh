@@ -9,7 +9,7 @@ mkdir -p "$out"
 python=${PYTHON:-python3}
 export PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 sanitizers="sanitizer sanitizer_xqa sanitizer_mla sanitizer_cp sanitizer_gdn_decode sanitizer_ragged sanitizer_mqa sanitizer_topk sanitizer_varlen sanitizer_qsa"
-steps=${*:-tests $sanitizers bench bench_xqa bench_cp}
+steps=${*:-tests $sanitizers bench bench_xqa bench_cp bench_launch}
 failed=0
 
 run_tests() {
@@ -65,6 +65,13 @@ run_sanitizer_varlen() { sanitize sanitizer_varlen gpu.sanitize_topk_varlen sm90
 
 run_bench_cp() {
     "$python" -m gpu.bench_gdn_prefill_cp --json "$out/bench_cp.json" ${BENCH_ARGS:-} 2>&1 | tee "$out/bench_cp.log"
+    return "${PIPESTATUS[0]}"
+}
+
+# NATIVE is what the program launch of build_programs.sh printed.
+run_bench_launch() {
+    "$python" -m gpu.bench_launch --json "$out/bench_launch.json" ${NATIVE:+--native "$NATIVE"} ${BENCH_ARGS:-} 2>&1 |
+        tee "$out/bench_launch.log"
     return "${PIPESTATUS[0]}"
 }
 
