@@ -1,24 +1,29 @@
-"""GDN prefill beside Triton (fla-core), the ways to pass an HKV state, and what opening, preparing and calling cost.
+"""GDN prefill beside Triton (fla-core) and FlashInfer's own JIT, the ways to pass an HKV state, and what opening, preparing
+and calling cost.
 
-``PYTHONPATH=tests python -m gpu.bench_gdn_prefill --json FILE``. Refuses a tree that is not a clean commit, unless told
-that it is a ``--trial``. Without fla-core the comparison is left out and the report says so.
+``PYTHONPATH=tests python -m gpu.bench_gdn_prefill --json FILE [--document FILE] [--quick]``. Refuses a tree that is not a
+clean commit, unless told that it is a ``--trial``. Whoever is absent, raises or computes something else is left out of a
+row, and the report says why. ``--quick``: a part of the grid and nothing else.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from gpu.bench_document import Chart
+from gpu.bench_options import lines, parser, save, stamp
 from gpu.bundles import BUNDLES, folder, open_by_name, policy
-from gpu.problems import SCALE, Case, call_args, ends, make_inputs, prepare, relative_error, workspace
-from gpu.provenance import provenance
-from gpu.timing import Call, compare, per_call_us
+from gpu.contenders import Contender, Contenders
+from gpu.cp_rule import Point, verdict
+from gpu.left_out import reasons
+from gpu.problems import SCALE, Case, Inputs, call_args, ends, make_inputs, prepare, workspace
+from gpu.timing import CLOCKS, DEVICE, Call, compare, per_call_us
 
 from kernseal.kernels.gdn_prefill.torch_api import chunk_gated_delta_rule, use_bundle
 from kernseal.loader.bundle import Bundle
@@ -35,6 +40,24 @@ LENGTHS: dict[str, tuple[int, ...]] = {
     "16 x 1024": (1024,) * 16,
     "ragged 64..4096": (64, 128, 4096, 256, 1000, 2048, 333, 64),
 }
+TOKENS = tuple(2**i for i in range(7, 18))
+"""Of each sequence: 128 .. 131,072."""
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+QUICK_TOKENS, QUICK_SEQUENCES = (128, 2048, 8192, 32768, 131072), (1, 8, 64)
+MOST_TOKENS = 131072
+"""Of all sequences together: bounds time and memory."""
+ROUNDS, SAMPLES = 3, 4
+"""Of the grid: 24 measurements of device time a contender and row."""
+LIMIT = 3e-2
+"""Largest relative difference between two contenders' outputs."""
+LONG = 2048
+"""Tokens of a sequence from which the speed-up over Triton is a claim."""
+
+
+def grid(quick: bool) -> list[tuple[int, int]]:
+    """Sequences and tokens of each."""
+    tokens, sequences = (QUICK_TOKENS, QUICK_SEQUENCES) if quick else (TOKENS, SEQUENCES)
+    return [(count, length) for length in tokens for count in sequences if count * length <= MOST_TOKENS]
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
@@ -133,20 +156,56 @@ def host_overhead(bundle: Bundle) -> dict[str, float]:
     return report
 
 
-def triton_call(case: Case) -> tuple[Call, Callable[[], torch.Tensor]] | None:
-    """fla-core's call on the same numbers and its output, or None where it is not installed."""
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as triton
-    except ImportError:
-        return None
-    x = make_inputs(case)
+def ours(bundle: Bundle, op_name: str, case: Case, x: Inputs) -> Contender:
+    """``gdn_prefill``, or ``gdn_prefill_cp`` with the library's choice of chunks."""
+    axes, args = dict(case.axes), call_args(case, x)
+    if op_name == "gdn_prefill_cp":
+        del axes["alpha"], axes["beta"]
+        args["max_seqlen"] = max(case.lengths)
+    op = bundle.prepare(op_name, device=0, **axes)
+    scratch, stream = workspace(op, **args), torch.cuda.current_stream().cuda_stream
+    return Contender(
+        lambda: op.run(**args, workspace=scratch, stream=stream), lambda: args["o"], scratch.numel()
+    )
+
+
+def flashinfer(case: Case, x: Inputs, use_cp: bool) -> Contender:
+    """FlashInfer's own function, which compiles the same kernel where it is called."""
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule as upstream
+
+    args = call_args(case, x)
+
+    def call() -> Any:
+        return upstream(
+            x.q,
+            x.k,
+            x.v,
+            x.alpha,
+            x.beta,
+            scale=SCALE,
+            initial_state=args["initial_state"],
+            output_final_state=True,
+            cu_seqlens=args["cu_seqlens"],
+            output=args["o"],
+            output_state=args["final_state"],
+            use_cp=use_cp,
+            max_seqlen=max(case.lengths),
+        )
+
+    return Contender(call, lambda: args["o"], peak_bytes(call))
+
+
+def triton(case: Case, x: Inputs) -> Contender:
+    """fla-core's function on the same numbers."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule as chunked
+
     q, k, v, g, beta = x.q[None], x.k[None], x.v[None], x.alpha.log()[None], x.beta[None].bfloat16()
     state = x.state.transpose(-1, -2).contiguous()
     offsets = ends(case.lengths)
 
     def call() -> Any:
         with torch.no_grad():
-            return triton(
+            return chunked(
                 q,
                 k,
                 v,
@@ -158,27 +217,169 @@ def triton_call(case: Case) -> tuple[Call, Callable[[], torch.Tensor]] | None:
                 cu_seqlens=offsets,
             )
 
-    return call, lambda: call()[0][0]
+    results = x.q.element_size() * case.tokens * case.out_heads * x.v.shape[-1] + state.nbytes
+    return Contender(call, lambda: call()[0][0], peak_bytes(call) - results)
 
 
-def against_triton(bundles: dict[str, Bundle]) -> list[dict[str, Any]]:
-    rows = []
-    for label, lengths in LENGTHS.items():
-        case = Case(lengths=lengths, heads=HEADS)
-        contenders: dict[str, Call] = {name: call_of(prepare(b, case), case) for name, b in bundles.items()}
-        row: dict[str, Any] = {"lengths": label, "tokens": case.tokens}
-        made = triton_call(case)
-        if made is not None:
-            contenders["triton"], output = made
-            first = next(iter(bundles.values()))
-            args = call_args(case, make_inputs(case))
-            op = prepare(first, case)
-            op.run(**args, workspace=workspace(op, **args), stream=torch.cuda.current_stream())
-            row["triton_differs_by"] = relative_error(output(), args["o"])
-            row["triton_scratch_bytes"] = peak_bytes(contenders["triton"])
-        row["times"] = compare(contenders)
-        rows.append(row)
+def contenders_of(bundles: Mapping[str, Bundle], case: Case, given_up: dict[str, str]) -> Contenders:
+    found, x = Contenders(LIMIT, given_up), make_inputs(case, made_on="cuda")
+    for name, bundle in bundles.items():
+        found.add(name, functools.partial(ours, bundle, "gdn_prefill", case, x))
+    for name, bundle in bundles.items():
+        found.add(f"{name} cp", functools.partial(ours, bundle, "gdn_prefill_cp", case, x))
+    found.add("flashinfer", functools.partial(flashinfer, case, x, False))
+    found.add("flashinfer cp", functools.partial(flashinfer, case, x, True))
+    found.add("triton", functools.partial(triton, case, x))
+    return found
+
+
+def measured(
+    bundles: Mapping[str, Bundle], case: Case, given_up: dict[str, str], **how: Any
+) -> dict[str, Any]:
+    """All contenders of one problem in one run."""
+    found = contenders_of(bundles, case, given_up)
+    return {
+        "tokens": case.tokens,
+        "times": compare(found.calls, **how),
+        "differs_by": found.differs_by,
+        "scratch_bytes": found.scratch_bytes,
+        "left_out": found.left_out,
+    }
+
+
+def by_length(bundles: Mapping[str, Bundle]) -> list[dict[str, Any]]:
+    """With all three clocks, ragged lengths among them."""
+    given_up: dict[str, str] = {}
+    return [
+        {"lengths": label, **measured(bundles, Case(lengths=lengths, heads=HEADS), given_up, clocks=CLOCKS)}
+        for label, lengths in LENGTHS.items()
+    ]
+
+
+def over_grid(bundles: Mapping[str, Bundle], cells: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    rows, given_up = [], dict[str, str]()
+    for index, (count, length) in enumerate(cells, 1):
+        case, start = Case(lengths=(length,) * count, heads=HEADS), time.perf_counter()
+        row = measured(bundles, case, given_up, rounds=ROUNDS, samples=SAMPLES, clocks=DEVICE)
+        rows.append({"sequences": count, "length": length, **row})
+        taken = ", ".join(f"{name} {us:.0f}" for name, us in device_us(row).items())
+        print(
+            f"{index}/{len(cells)} {count} x {length}: {taken} us; {time.perf_counter() - start:.1f} s",
+            flush=True,
+        )
+        torch.cuda.empty_cache()
     return rows
+
+
+def device_us(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: clocks["device_us"]["median"] for name, clocks in row["times"].items()}
+
+
+def best_of(row: Mapping[str, Any], bundle: str) -> float | None:
+    """Device time of the faster of a bundle's two ops."""
+    times = device_us(row)
+    return min((times[name] for name in (bundle, f"{bundle} cp") if name in times), default=None)
+
+
+def ratios(
+    rows: Sequence[Mapping[str, Any]], bundle: str, other: str, own: str = ""
+) -> list[tuple[Mapping[str, Any], float]]:
+    """Device time of ``other`` over that of ``own``, or of the faster op, in the rows that have both."""
+    found = []
+    for row in rows:
+        times = device_us(row)
+        mine = times.get(own) if own else best_of(row, bundle)
+        if mine and other in times:
+            found.append((row, times[other] / mine))
+    return found
+
+
+def claims(rows: Sequence[Mapping[str, Any]], bundle: str, sms: int) -> list[str]:
+    """What the rows say about the claims: a line each with the worst case, and the rule for the context-parallel op."""
+    said = []
+    long = [row for row in rows if row["length"] >= LONG]
+    if found := ratios(long, bundle, "triton"):
+        row, least = min(found, key=lambda pair: pair[1])
+        said.append(
+            f"{bundle}: at least {least:.2f} x Triton from {LONG} tokens on, at {row['sequences']} x {row['length']}"
+        )
+    for own, other in ((bundle, "flashinfer"), (f"{bundle} cp", "flashinfer cp")):
+        if found := ratios(rows, bundle, other, own):
+            row, least = min(found, key=lambda pair: pair[1])
+            said.append(
+                f"{own}: at most {1 / least:.3f} x {other}'s time, at {row['sequences']} x {row['length']}"
+            )
+    for own in (bundle, f"{bundle} cp"):
+        shares = [
+            (row["scratch_bytes"][own] / row["scratch_bytes"]["triton"], row)
+            for row in rows
+            if own in row["scratch_bytes"] and row["scratch_bytes"].get("triton", 0) > 0
+        ]
+        if shares:
+            share, row = max(shares, key=lambda pair: pair[0])
+            said.append(
+                f"{own}: scratch at most {100 * share:.2f} % of Triton's, at {row['sequences']} x {row['length']}"
+            )
+    if points := points_of(rows, bundle):
+        said.append(f"{bundle}: {verdict(points, sms)}")
+    return said
+
+
+def points_of(rows: Sequence[Mapping[str, Any]], bundle: str) -> list[Point]:
+    """Rows that have both ops."""
+    times = [(row, device_us(row)) for row in rows]
+    heads = max(HEADS)
+    return [
+        Point(row["sequences"] * heads, row["length"], us[bundle], us[f"{bundle} cp"])
+        for row, us in times
+        if bundle in us and f"{bundle} cp" in us
+    ]
+
+
+def charts(rows: Sequence[Mapping[str, Any]], bundle: str) -> list[Chart]:
+    how = f"Device time between two events, median of {2 * ROUNDS * SAMPLES} runs, all sides in turn in one process; "
+    how += "heads 16/16/32, D = 128, bf16."
+    one = [row for row in rows if row["sequences"] == 1]
+    x = "tokens of a sequence"
+    names = dict.fromkeys(name for row in one for name in row["times"])
+    time_of = {
+        name: [(row["length"], device_us(row)[name]) for row in one if name in row["times"]] for name in names
+    }
+    counts = sorted({row["sequences"] for row in rows})
+    faster = {
+        f"{n} sequence{'s' * (n > 1)}": [
+            (row["length"], round(ratio, 3))
+            for row, ratio in ratios([r for r in rows if r["sequences"] == n], bundle, "triton")
+        ]
+        for n in counts
+    }
+    scratch = {
+        name: [
+            (row["length"], row["scratch_bytes"][name] / 1e6)
+            for row in one
+            if row["scratch_bytes"].get(name, 0) > 0
+        ]
+        for name in names
+    }
+    return [
+        *lines("GDN prefill, one sequence", how, "µs", x, time_of, log=True),
+        *lines(
+            "GDN prefill: speed-up over Triton",
+            f"Device time of fla-core's Triton over that of the faster of gdn_prefill and gdn_prefill_cp. {how}",
+            "times as fast",
+            x,
+            faster,
+            better="higher",
+        ),
+        *lines(
+            "GDN prefill: scratch, one sequence",
+            "Device memory that one call takes beyond its results.",
+            "MB",
+            x,
+            scratch,
+            log=True,
+        ),
+    ]
 
 
 def peak_bytes(call: Call) -> int:
@@ -223,42 +424,53 @@ def table(title: str, rows: list[dict[str, Any]]) -> None:
         print(f"{row['lengths']:>18} " + " ".join(cells))
 
 
+def parts(bundles: Mapping[str, Bundle]) -> dict[str, Any]:
+    """What the grid leaves out."""
+    return {
+        "host_overhead": {name: host_overhead(bundle) for name, bundle in bundles.items()},
+        "prefill": by_length(bundles),
+        "hkv": {name: hkv_ways(bundle) for name, bundle in bundles.items()},
+    }
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--trial", action="store_true", help="measure whatever is there; the report says so")
-    options = parser.parse_args()
-    report = provenance() | {"trial": options.trial, "heads": HEADS, "head_dim": 128, "dtype": "bf16"}
-    if not options.trial and (report["commit"] is None or report["dirty"] is not False):
-        print(
-            "refused: not a clean commit (KERNSEAL_COMMIT and KERNSEAL_DIRTY say so where there is no git); --trial"
-        )
-        return 2
+    options = parser(__doc__).parse_args()
+    report = stamp(options.trial) | {"heads": HEADS, "head_dim": 128, "dtype": "bf16", "quick": options.quick}
     torch.cuda.set_device(0)
     torch.zeros(1, device="cuda")
     names = [name for name in BUNDLES if folder(name).is_dir()]
     if not names:
         print(f"refused: no bundle among {', '.join(BUNDLES.values())}")
         return 2
-    report["startup"] = {name: startup(name) for name in names}
+    cells = grid(options.quick)
+    each = 2 * ROUNDS * SAMPLES
+    print(
+        f"{len(cells)} rows of up to {2 * len(names) + 3} contenders, {each} measurements of 5 ms or more each"
+    )
+    if not options.quick:
+        report["startup"] = {name: startup(name) for name in names}
     bundles = {name: open_by_name(name) for name in names}
-    report["host_overhead"] = {name: host_overhead(bundle) for name, bundle in bundles.items()}
-    report["prefill"] = against_triton(bundles)
-    report["hkv"] = {name: hkv_ways(bundle) for name, bundle in bundles.items()}
+    report["grid"] = over_grid(bundles, cells)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    report["claims"] = [line for name in names for line in claims(report["grid"], name, sms)]
+    if not options.quick:
+        report |= parts(bundles)
     torch.cuda.synchronize()
     for bundle in bundles.values():
         bundle.close()
-    options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
-    print(
-        json.dumps(
-            {key: report[key] for key in ("device", "driver", "commit", "dirty", "startup", "host_overhead")},
-            indent=1,
-        )
-    )
-    table("GDN prefill", report["prefill"])
-    for name, rows in report["hkv"].items():
-        table(f"HKV, {name}", rows)
+    save(options, "GDN prefill", report, charts(report["grid"], names[0]))
+    show(report)
     return 0
+
+
+def show(report: Mapping[str, Any]) -> None:
+    known = ("device", "driver", "commit", "dirty", "startup", "host_overhead")
+    print(json.dumps({key: report[key] for key in known if key in report}, indent=1))
+    if "prefill" in report:
+        table("GDN prefill", report["prefill"])
+    for name, rows in report.get("hkv", {}).items():
+        table(f"HKV, {name}", rows)
+    print("\n".join(["", *report["claims"], *reasons([*report["grid"], *report.get("prefill", [])])]))
 
 
 if __name__ == "__main__":

@@ -1,34 +1,34 @@
 """Context-parallel GDN prefill beside ``gdn_prefill``: which is faster for how many sequences, heads and tokens.
 
-``PYTHONPATH=tests python -m gpu.bench_gdn_prefill_cp --json FILE``. Each row says what upstream's rule would take. Refuses a
-tree that is not a clean commit, unless told that it is a ``--trial``.
+``PYTHONPATH=tests python -m gpu.bench_gdn_prefill_cp --json FILE [--quick]``. Each row says what upstream's rule would take,
+and the end is the smallest rule that the rows allow. Refuses a tree that is not a clean commit, unless told that it is a
+``--trial``.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+from gpu.bench_options import parser, save, stamp
 from gpu.bundles import BUNDLES, folder, open_by_name
+from gpu.cp_rule import Point, verdict
 from gpu.problems import Case, Inputs, call_args, make_inputs, workspace
-from gpu.provenance import provenance
-from gpu.timing import Call, compare
+from gpu.timing import DEVICE, Call, compare
 
 from kernseal.kernels.gdn_prefill_cp.torch_api import should_use_cp
 from kernseal.loader.bundle import Bundle
 
 HEADS = [(4, 4, 8), (8, 8, 16), (16, 16, 32), (16, 16, 64)]
-SEQUENCES = [1, 2, 4]
+SEQUENCES = [1, 2, 4, 8]
 TOKENS = [256, 1024, 2048, 4096, 8192, 32768, 65536]
 """Of each sequence."""
 MOST_TOKENS = 65536
 CHUNK_LENGTHS = [0, 256, 512, 1024, 2048, 4096]
 """0 is upstream's choice; the others are tried for one sequence."""
+QUICK_HEADS, QUICK_CHUNK_LENGTHS = [(4, 4, 8), (16, 16, 32)], [0]
 
 
 def call_of(bundle: Bundle, name: str, case: Case, x: Inputs, **cut: int) -> Call:
@@ -40,21 +40,21 @@ def call_of(bundle: Bundle, name: str, case: Case, x: Inputs, **cut: int) -> Cal
     return lambda: op.run(**args, workspace=scratch, stream=stream)
 
 
-def rows_of(bundle: Bundle) -> list[dict[str, Any]]:
+def rows_of(bundle: Bundle, quick: bool) -> list[dict[str, Any]]:
     rows, device = [], torch.cuda.get_device_properties(0)
-    for heads, seqs, tokens in itertools.product(HEADS, SEQUENCES, TOKENS):
+    for heads, seqs, tokens in itertools.product(QUICK_HEADS if quick else HEADS, SEQUENCES, TOKENS):
         if seqs * tokens > MOST_TOKENS:
             continue
         case = Case(lengths=(tokens,) * seqs, heads=heads)
-        x = make_inputs(case)
+        x = make_inputs(case, made_on="cuda")
         contenders = {"gdn_prefill": call_of(bundle, "gdn_prefill", case, x)}
-        for chunk_len in CHUNK_LENGTHS if seqs == 1 else [0]:
+        for chunk_len in CHUNK_LENGTHS if seqs == 1 and not quick else QUICK_CHUNK_LENGTHS:
             if chunk_len < tokens:
                 cut = {"chunk_len": chunk_len, "max_seqlen": tokens}
                 contenders[f"cp {chunk_len or 'upstream'}"] = call_of(
                     bundle, "gdn_prefill_cp", case, x, **cut
                 )
-        times = compare(contenders, rounds=2, samples=4)
+        times = compare(contenders, rounds=2, samples=4, clocks=DEVICE)
         rule = should_use_cp(seqs * case.out_heads, device.multi_processor_count, device.name)
         rows.append({"heads": heads, "seqs": seqs, "tokens": tokens, "rule_says_cp": rule, "times": times})
         print(line(rows[-1]), flush=True)
@@ -68,27 +68,34 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['heads']} {row['seqs']} x {row['tokens']}: {cells} us; fastest {best}, rule {row['rule_says_cp']}"
 
 
+def rule_of(rows: list[dict[str, Any]]) -> str:
+    """What the rows say about when to take which op, with the library's choice of chunks."""
+    points = []
+    for row in rows:
+        times = {name: clocks["device_us"]["median"] for name, clocks in row["times"].items()}
+        work = row["seqs"] * max(row["heads"])
+        points.append(Point(work, row["tokens"], times["gdn_prefill"], times["cp upstream"]))
+    return verdict(points, torch.cuda.get_device_properties(0).multi_processor_count)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--trial", action="store_true", help="measure whatever is there; the report says so")
-    options = parser.parse_args()
-    report = provenance() | {"trial": options.trial, "head_dim": 128, "dtype": "bf16"}
-    if not options.trial and (report["commit"] is None or report["dirty"] is not False):
-        print("refused: not a clean commit (KERNSEAL_COMMIT and KERNSEAL_DIRTY say so without git); --trial")
-        return 2
+    options = parser(__doc__).parse_args()
+    report = stamp(options.trial) | {"head_dim": 128, "dtype": "bf16", "quick": options.quick}
     torch.cuda.set_device(0)
     names = [name for name in BUNDLES if folder(name).is_dir()]
     if not names:
         print(f"refused: no bundle among {', '.join(BUNDLES.values())}")
         return 2
-    report["rows"] = {}
+    report |= {"rows": {}, "rule": {}}
     for name in names:
         with open_by_name(name) as bundle:
             print(name)
-            report["rows"][name] = rows_of(bundle)
+            report["rows"][name] = rows_of(bundle, options.quick)
             torch.cuda.synchronize()
-    options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+        report["rule"][name] = rule_of(report["rows"][name])
+    save(options, "Context-parallel GDN prefill", report, [])
+    for name, rule in report["rule"].items():
+        print(f"{name}: {rule}")
     return 0
 
 

@@ -116,14 +116,17 @@ class Outputs:
     pool: torch.Tensor | None = None
 
 
-def make_inputs(case: Case, device: str = "cuda") -> Inputs:
-    """The same numbers for the same sizes and seed, on any device and whatever the layout."""
-    rng = torch.Generator().manual_seed(1000 * case.seed + 7 * case.tokens + sum(case.heads))
+def make_inputs(case: Case, device: str = "cuda", made_on: str = "cpu") -> Inputs:
+    """The same numbers for the same sizes and seed, on any device and whatever the layout.
+
+    ``made_on="cuda"``: other numbers, in no time. The host takes seconds for a long sequence.
+    """
+    rng = torch.Generator(device=made_on).manual_seed(1000 * case.seed + 7 * case.tokens + sum(case.heads))
     hq, hk, hv = case.heads
     tokens, heads, dtype = case.tokens, case.out_heads, DTYPES[case.dtype]
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=rng)
+        return torch.randn(shape, generator=rng, device=made_on)
 
     def unit(*shape: int) -> torch.Tensor:
         return torch.nn.functional.normalize(normal(*shape), dim=-1)
@@ -132,7 +135,7 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
         q=unit(tokens, hq, D).to(dtype),
         k=unit(tokens, hk, D).to(dtype),
         v=normal(tokens, hv, D).to(dtype),
-        alpha=torch.exp(-0.1 * torch.rand((tokens, heads), generator=rng)),
+        alpha=torch.exp(-0.1 * torch.rand((tokens, heads), generator=rng, device=made_on)),
         beta=torch.sigmoid(normal(tokens, heads)),
         state=(0.1 * normal(len(case.lengths), heads, D, D)).to(DTYPES[case.state_dtype]),
     )

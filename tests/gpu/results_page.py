@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gpu.left_out import reasons
+
 BUNDLES = {"sm90": "SM90 class", "sm120_on_sm90": "SM120 class built for sm_90a"}
 INTRODUCTION = """# GDN prefill: what was run, where, with what result
 
@@ -109,17 +111,27 @@ def sanitizers(report: Mapping[str, Any]) -> str:
 def speed(report: Mapping[str, Any]) -> str:
     rows = []
     for row in report["prefill"]:
-        cells = []
-        for name in (*BUNDLES, "triton"):
-            times = row["times"][name]
-            cells.append(
-                " / ".join(f"{times[kind]['median']:.0f}" for kind in ("wall_us", "device_us", "host_us"))
-            )
-        rows.append([row["lengths"], *cells, f"{row['triton_scratch_bytes'] / 1e6:.0f} MB"])
-    columns = ["tokens", *BUNDLES.values(), "Triton (fla-core 0.6.0)", "Triton scratch"]
+        cells = [clocks_of(row["times"].get(name)) for name in (*BUNDLES, "flashinfer", "triton")]
+        scratch = row["scratch_bytes"].get("triton")
+        rows.append([row["lengths"], *cells, "-" if scratch is None else f"{scratch / 1e6:.0f} MB"])
+    triton = f"Triton (fla-core {report['versions'].get('fla-core', '-')})"
+    columns = ["tokens", *BUNDLES.values(), "FlashInfer's JIT", triton, "Triton scratch"]
     text = "\n## Speed\n\nHeads 16/16/32, D = 128, bf16. "
     text += "Median microseconds, wall / device / host, sides alternating in one run.\n\n"
-    return text + table(columns, rows) + hkv(report) + host(report) + startup(report)
+    return text + table(columns, rows) + said(report) + hkv(report) + host(report) + startup(report)
+
+
+def clocks_of(times: Mapping[str, Any] | None) -> str:
+    if times is None:
+        return "-"
+    return " / ".join(f"{times[kind]['median']:.0f}" for kind in ("wall_us", "device_us", "host_us"))
+
+
+def said(report: Mapping[str, Any]) -> str:
+    """What the grid says about the claims, and who is missing from it or from the table."""
+    missing = reasons([*report["grid"], *report["prefill"]])
+    text = f"\n{len(report['grid'])} pairs of sequences and tokens, device time:\n\n"
+    return text + "\n".join(f"- {line}" for line in [*report["claims"], *missing]) + "\n"
 
 
 def hkv(report: Mapping[str, Any]) -> str:

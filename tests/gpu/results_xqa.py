@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gpu.left_out import reasons
 from gpu.results_page import provenance, table
 
 BUNDLES = {
@@ -112,15 +113,24 @@ def sanitizers(reports: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def speed(report: Mapping[str, Any]) -> str:
+    names = list(dict.fromkeys(name for row in report["rows"] for name in row["device_us"]))
     rows = []
     for row in report["rows"]:
-        cells = [f"{taken:.1f} µs, {row['tb_per_s'][rule]:.2f}" for rule, taken in row["device_us"].items()]
-        rows.append([BUNDLES[row["bundle"]], row["variant"], f"{row['batch']} x {row['length']:,}", *cells])
-    columns = ["bundle", "variant", "sequences x length", *report["rows"][0]["device_us"]]
-    text = "\n## Speed\n\nDevice time of a launch and TB/s of cache read, 4 KV heads, a page table for 131,072 positions; "
-    text += f"a plain copy moved {report['copy_tb_per_s']:.2f} TB/s in the same run. `library` is `kv_splits` 0 with "
-    text += "`max_seq_len` given, `fill` is -1. Sides alternating (A B B A), medians.\n\n"
-    return text + table(columns, rows) + "\n" + provenance(report)
+        cells = [
+            f"{row['device_us'][name]:.1f} µs, {row['tb_per_s'][name]:.2f}"
+            if name in row["device_us"]
+            else "-"
+            for name in names
+        ]
+        shape = f"{row['batch']} x {row['length']:,}"
+        rows.append([row["geometry"], shape, f"{row['floor_us']:.1f} µs", *cells])
+    columns = ["cache and heads", "sequences x length", "floor", *names]
+    text = "\n## Speed\n\nDevice time of a launch and TB/s of cache read, 4 KV heads, nothing in L2; a page table for "
+    text += "131,072 positions, for FlashInfer one as wide as the sequences. A plain copy moved "
+    text += f"{report['copy_tb_per_s']:.2f} TB/s in the same run: the floor is the bytes of K and V at that speed. "
+    text += "`library` is `kv_splits` 0 with `max_seq_len` given, `fill` is -1. Sides alternating (A B .. B A), medians."
+    said = "\n".join(f"- {each}" for each in [*report["claims"], *reasons(report["rows"])])
+    return f"{text}\n\n{table(columns, rows)}\n{said}\n\n{provenance(report)}"
 
 
 def page(folder: Path) -> str:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs the GPU, in order: tests, compute-sanitizer, benchmark. Reports go to $OUT, or build/gpu.
 # Steps can be named, each is a function run_STEP below: run_all.sh tests sanitizer_xqa. KERNSEAL_COMMIT and KERNSEAL_DIRTY=0|1 say what is
-# being measured where there is no git; KERNSEAL_TRUST_KEY names a public key to trust besides the committed pins.
+# being measured where there is no git; KERNSEAL_TRUST_KEY names a public key to trust besides the committed pins. BENCH_ARGS=--quick
+# measures a part of each grid; TRITON_DECODE names the file of the Triton decode (tests/gpu/xqa_contenders.py).
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 out=${OUT:-build/gpu}
@@ -76,7 +77,8 @@ run_bench_launch() {
 }
 
 run_bench_xqa() {
-    "$python" -m gpu.bench_xqa_decode --json "$out/bench_xqa.json" ${BENCH_ARGS:-} 2>&1 | tee "$out/bench_xqa.log"
+    "$python" -m gpu.bench_xqa_decode --json "$out/bench_xqa.json" --document "$out/charts_xqa.json" \
+        ${TRITON_DECODE:+--triton-decode "$TRITON_DECODE"} ${BENCH_ARGS:-} 2>&1 | tee "$out/bench_xqa.log"
     return "${PIPESTATUS[0]}"
 }
 
@@ -89,7 +91,8 @@ run_bench_cold() {
 }
 
 run_bench() {
-    "$python" -m gpu.bench_gdn_prefill --json "$out/bench.json" ${BENCH_ARGS:-} 2>&1 | tee "$out/bench.log"
+    "$python" -m gpu.bench_gdn_prefill --json "$out/bench.json" --document "$out/charts_gdn.json" ${BENCH_ARGS:-} \
+        2>&1 | tee "$out/bench.log"
     return "${PIPESTATUS[0]}"
 }
 

@@ -31,10 +31,11 @@ def host_us(call: Call) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def device_us(call: Call) -> float:
-    """Between two events around the call, queued behind a device that is kept busy meanwhile."""
+def device_us(call: Call, first: Call = lambda: None) -> float:
+    """Between two events around the call, queued behind ``first`` and a device that is kept busy meanwhile."""
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    first()
     torch.cuda._sleep(SPIN_CYCLES)
     before.record()
     call()
@@ -48,22 +49,28 @@ CLOCKS: Mapping[str, Callable[[Call], float]] = {
     "host_us": host_us,
     "device_us": device_us,
 }
+DEVICE: Mapping[str, Callable[[Call], float]] = {"device_us": device_us}
 
 
-def compare(contenders: Mapping[str, Call], rounds: int = 4, samples: int = 6) -> dict[str, dict[str, Any]]:
+def compare(
+    contenders: Mapping[str, Call],
+    rounds: int = 4,
+    samples: int = 6,
+    clocks: Mapping[str, Callable[[Call], float]] = CLOCKS,
+) -> dict[str, dict[str, Any]]:
     """Median and 10th and 90th percentile of each clock, for each contender; 2 * rounds * samples measurements each."""
     for call in contenders.values():
         for _ in range(3):
             call()
     torch.cuda.synchronize()
-    taken: dict[str, dict[str, list[float]]] = {name: {clock: [] for clock in CLOCKS} for name in contenders}
+    taken: dict[str, dict[str, list[float]]] = {name: {clock: [] for clock in clocks} for name in contenders}
     order = [*contenders, *reversed(list(contenders))]
     for _ in range(rounds):
         for name in order:
-            for clock, measure in CLOCKS.items():
+            for clock, measure in clocks.items():
                 taken[name][clock] += [measure(contenders[name]) for _ in range(samples)]
     return {
-        name: {clock: summary(values) for clock, values in clocks.items()} for name, clocks in taken.items()
+        name: {clock: summary(values) for clock, values in found.items()} for name, found in taken.items()
     }
 
 
