@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from gpu import bench_launch
+from gpu import bench_launch, bench_options
 from gpu.bench_document import write
 from gpu.bench_launch import LAUNCH, OURS, ROUNDS, RUN, WARM_UP, C
 
@@ -25,7 +25,7 @@ STAMP = {
 
 
 def clocks(**medians: float) -> dict[str, dict[str, float]]:
-    return {name: {"median": value} for name, value in medians.items()}
+    return {name: {"median": value, "samples": 30} for name, value in medians.items()}
 
 
 def report() -> dict[str, Any]:
@@ -43,7 +43,7 @@ def test_ways_take_turns_and_the_first_rounds_do_not_count(monkeypatch: pytest.M
         return 1000.0 if len(order) <= 4 * WARM_UP else {"a": 1.0, "b": 3.0}[order[-1]]
 
     monkeypatch.setattr(bench_launch, "sample_us", sample)
-    taken = bench_launch.alternate({"a": lambda: "a", "b": lambda: "b"})
+    taken = bench_launch.alternate({"a": lambda: "a", "b": lambda: "b"}, ROUNDS)
     assert order == ["a", "b", "b", "a"] * (WARM_UP + ROUNDS)
     assert {name: clock["median"] for name, clock in taken.items()} == {"a": 1.0, "b": 3.0}
     assert {clock["samples"] for clock in taken.values()} == {2 * ROUNDS}
@@ -71,8 +71,10 @@ def test_a_line_has_the_ratios_and_what_was_left_out() -> None:
 def test_a_tree_that_is_not_clean_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dirty: bool | None
 ) -> None:
-    monkeypatch.setattr(bench_launch, "provenance", lambda: {**STAMP, "dirty": dirty})
+    monkeypatch.setattr(bench_options, "provenance", lambda: {**STAMP, "dirty": dirty})
     monkeypatch.setattr(sys, "argv", ["bench_launch", "--json", str(tmp_path / "out.json")])
-    assert bench_launch.main() == 2
+    with pytest.raises(SystemExit) as ended:
+        bench_launch.main()
+    assert ended.value.code == 2
     assert "refused: not a clean commit" in capsys.readouterr().out
     assert not (tmp_path / "out.json").exists()

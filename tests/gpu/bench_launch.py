@@ -8,22 +8,19 @@ that is not a clean commit, unless told that it is a ``--trial``.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu.bench_document import Chart, bars, can_write, write
+from gpu.bench_document import Chart, bars
+from gpu.bench_options import parser, save, stamp
 from gpu.bundles import BUNDLES, folder, open_by_name
 from gpu.problems import Case, call_args, ends, make_inputs, prepare, workspace
-from gpu.provenance import provenance
 from gpu.timing import Call, summary
 from gpu.xqa_problems import Runner, make
 
@@ -33,7 +30,7 @@ from kernseal.loader.bundle import Bundle
 from kernseal.loader.op import Op
 from kernseal.loader.serving import use_bundle
 
-CALLS, WARM_UP, ROUNDS = 128, 3, 15
+CALLS, WARM_UP, ROUNDS, QUICK_ROUNDS = 128, 3, 15, 4
 """Calls in a row that make a sample; the device is waited for between samples."""
 
 C, LAUNCH, RUN = "C function", "Op.launch", "Op.run, torch tensors"
@@ -53,10 +50,10 @@ def sample_us(call: Call) -> float:
     return taken
 
 
-def alternate(contenders: Mapping[str, Call]) -> dict[str, dict[str, float]]:
+def alternate(contenders: Mapping[str, Call], rounds: int) -> dict[str, dict[str, float]]:
     """Medians of each, in turns."""
     taken: dict[str, list[float]] = {name: [] for name in contenders}
-    for round_number in range(WARM_UP + ROUNDS):
+    for round_number in range(WARM_UP + rounds):
         for name in (*contenders, *reversed(list(contenders))):
             sample = sample_us(contenders[name])
             if round_number >= WARM_UP:
@@ -121,14 +118,6 @@ def xqa_decode(bundle: Bundle) -> tuple[dict[str, Call], str, str, dict[str, Any
     return calls, "flashinfer.xqa", "xqa", asked
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for package in ("torch", "flashinfer-python"):
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
 OPS = {"gdn_prefill": gdn_prefill, "xqa_decode": xqa_decode}
 
 
@@ -140,7 +129,7 @@ def upstream(module: str, function: str, asked: dict[str, Any]) -> Call:
     return lambda: found(**asked)
 
 
-def rows_of(bundle: Bundle, name: str) -> list[dict[str, Any]]:
+def rows_of(bundle: Bundle, name: str, rounds: int) -> list[dict[str, Any]]:
     use_bundle(bundle)
     rows = []
     for op, made in OPS.items():
@@ -150,7 +139,7 @@ def rows_of(bundle: Bundle, name: str) -> list[dict[str, Any]]:
             calls[THEIRS] = upstream(module, function, asked)
         except Exception as error:  # whatever another package raises, the row says it
             row["left_out"] = {THEIRS: f"{type(error).__name__}: {error}"[:300]}
-        row["us"] = alternate(calls)
+        row["us"] = alternate(calls, rounds)
         rows.append(row)
         print(line(row), flush=True)
     return rows
@@ -168,7 +157,8 @@ def charts(report: Mapping[str, Any]) -> list[Chart]:
     """The charts of the benchmark document."""
     found = []
     for row in report["rows"]:
-        measures = f"Host time of one call of {CALLS} in a row, median of {2 * ROUNDS}, ways in turns."
+        samples = max(clock["samples"] for clock in row["us"].values())
+        measures = f"Host time of one call of {CALLS} in a row, median of {samples}, ways in turns."
         values = {name: clock["median"] for name, clock in row["us"].items()}
         found.append(bars(f"Calls of {row['op']}, {row['bundle']}", measures, "µs", "way to call", values))
     native = report.get("native")
@@ -187,19 +177,10 @@ def charts(report: Mapping[str, Any]) -> list[Chart]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--native", type=Path, help="what the program launch printed")
-    parser.add_argument("--document", type=Path, help="write a document for kernseal report --bench, too")
-    parser.add_argument("--trial", action="store_true", help="measure whatever is there; the report says so")
-    options = parser.parse_args()
-    report = provenance() | {"trial": options.trial}
-    if not options.trial and (report["commit"] is None or report["dirty"] is not False):
-        print("refused: not a clean commit (KERNSEAL_COMMIT and KERNSEAL_DIRTY say so without git); --trial")
-        return 2
-    if options.document and not can_write():
-        print("refused: --document needs jsonschema")
-        return 2
+    arguments = parser(__doc__)
+    arguments.add_argument("--native", type=Path, help="what the program launch printed")
+    options = arguments.parse_args()
+    report = stamp(options.trial)
     if options.native:
         report["native"] = json.loads(options.native.read_text())
     torch.cuda.set_device(0)
@@ -210,12 +191,9 @@ def main() -> int:
     report["rows"] = []
     for name in names:
         with open_by_name(name) as bundle:
-            report["rows"] += rows_of(bundle, name)
+            report["rows"] += rows_of(bundle, name, QUICK_ROUNDS if options.quick else ROUNDS)
             torch.cuda.synchronize()
-    options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
-    if options.document:
-        command = "python -m gpu.bench_launch"
-        write(options.document, "What a call costs the host", report, command, charts(report), versions())
+    save(options, "What a call costs the host", report, charts(report))
     return 0
 
 
