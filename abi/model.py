@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from kernseal.abi import yaml_text
 
 ABI_DIR = Path(__file__).resolve().parent
 KERNELS_DIR = ABI_DIR.parent / "kernels"
@@ -225,13 +225,13 @@ def axis_key(value: str | bool | int) -> str:
 
 def load(abi_dir: Path = ABI_DIR, kernels_dir: Path = KERNELS_DIR) -> Abi:
     """Reads the whole interface. Raises KeyError or ValueError where the YAML does not fit together."""
-    types = yaml.safe_load((abi_dir / "types.yaml").read_text())
-    statuses = yaml.safe_load((abi_dir / "status.yaml").read_text())["statuses"]
+    types = yaml_text.load((abi_dir / "types.yaml").read_text())
+    statuses = yaml_text.load((abi_dir / "status.yaml").read_text())["statuses"]
     enums = tuple(_enum(name, spec["doc"], spec["values"]) for name, spec in types["enums"].items())
     by_name = {enum.name: enum for enum in enums}
     status = _enum("kseal_status", "How a call ended.", statuses, prefix="KSEAL")
     ops = tuple(
-        _op(yaml.safe_load(path.read_text()), types["op_functions"], by_name, status)
+        _op(yaml_text.load(path.read_text()), types["op_functions"], by_name, status)
         for path in sorted(kernels_dir.glob("*/kernel.yaml"))
     )
     return Abi(

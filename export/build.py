@@ -190,11 +190,26 @@ def _compile(made: Plan, missing: Sequence[Planned], options: Options, report: R
         op.name: patch.apply(source.read_set(opened, source.source_set(op.folder)), made.patches[op.name])
         for op in {item.op.name: item.op for item in missing}.values()
     }
+    missing = _longest_first(missing, trees)
     if options.scheduler is None:
         return _compile_here(made, missing, trees, options, report)
     from kernseal.export import farm
 
     return farm.compile_all(options.scheduler, made.target, missing, trees, report)
+
+
+def _longest_first(missing: Sequence[Planned], trees: Mapping[str, Mapping[str, bytes]]) -> list[Planned]:
+    """The order to compile in: a long one that comes last is waited for by all other workers.
+
+    Before anything is compiled only this is known: CuTe DSL takes many times as long as NVRTC, and for an op with more
+    source longer.
+    """
+
+    def length(item: Planned) -> tuple[bool, int]:
+        front_end = item.op.data["classes"][item.variant.class_name]["front_end"]
+        return front_end == "cute", sum(map(len, trees[item.op.name].values()))
+
+    return sorted(missing, key=length, reverse=True)
 
 
 def _compile_here(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
+from kernseal.abi import yaml_text
 from kernseal.export.spec import Op, Target
 from kernseal.loader.errors import Malformed
 
@@ -21,7 +20,7 @@ def of(op: Op, class_name: str, target: Target) -> str:
         Malformed: an entry that is not one.
     """
     path = op.folder / "evidence.yaml"
-    entries: Any = yaml.safe_load(path.read_text()) if path.is_file() else []
+    entries: Any = yaml_text.load(path.read_text()) if path.is_file() else []
     best = len(CLASSES) - 1
     for index, entry in enumerate(entries or []):
         if (

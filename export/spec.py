@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from kernseal.abi import yaml_text
 from kernseal.export import files, paths
 from kernseal.loader.errors import InvalidArgument, Malformed, Unsupported
 
@@ -240,7 +241,7 @@ def load_op(folder: Path) -> Op:
     path = folder / "kernel.yaml"
     try:
         text = path.read_text()
-        data = yaml.safe_load(text)
+        data = yaml_text.load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise Malformed(f"{path.name} of {folder.name}: {error}") from error
     _check(path, text, data)

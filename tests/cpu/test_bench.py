@@ -18,7 +18,7 @@ STUBS = {
     "make": "exit 0",
     "python": f'case "$*" in *json*) exec {sys.executable} "$@";; esac',
     "kernseal": '[ "$1" != list ] || { echo \'[{"op": "an_op", "variant": "a_variant"}]\'; exit; }\n'
-    'echo "$@" >>"$(dirname "$0")/said"\n'
+    'said="$*"\necho "$@" >>"$(dirname "$0")/said"\n'
     'while [ $# != 0 ] && [ "$1" != --out ]; do shift; done\n'
     f'[ $# = 0 ] || {{ mkdir -p "$2/{BUNDLE}" && printf manifest > "$2/{BUNDLE}/manifest.json"; }}',
 }
@@ -68,12 +68,33 @@ def test_its_numbers_carry_commit_state_device_and_bundle_digest(checkout: Path)
     assert any(re.fullmatch(r"device     \d+ x .+, GPU: .+", line) for line in lines)
     digest = hashlib.sha256(b"manifest").hexdigest()
     assert f"bundle     {BUNDLE}, manifest sha256 {digest}" in lines
-    assert sum(line.endswith(" s") for line in lines) == 11
-    few = [
-        line for line in (checkout / ".venv/bin/said").read_text().splitlines() if "--no-cache --jobs" in line
-    ]
-    assert [line.partition("--jobs ")[2][0] for line in few] == ["1", "2", "2", "1"]
-    assert all(line.count("--variant an_op/a_variant") == 8 for line in few)
+    assert sum(line.endswith(" s") for line in lines) == 15
+    said = (checkout / ".venv/bin/said").read_text().splitlines()
+    some = [line for line in said if "--no-cache --jobs" in line]
+    assert [line.partition("--jobs ")[2][0] for line in some] == ["1", "2", "2", "1"] * 2
+    assert [line.count("--variant an_op/a_variant") for line in some] == [32] * 4 + [8] * 4
+
+
+def test_two_workers_are_compared_with_one_by_the_times_above(checkout: Path) -> None:
+    stub = checkout / ".venv/bin/kernseal"
+    stub.write_text(
+        stub.read_text() + 'case "$said" in *"--jobs 1"*) sleep 0.4;; *"--jobs 2"*) sleep 0.2;; esac\n'
+    )
+    lines = bench(checkout).stdout.splitlines()
+    for count in (8, 32):
+        one, two = (
+            sum(
+                float(line.split()[-2])
+                for line in lines
+                if line.startswith(f"{count} variants of SM 90, workers: {jobs} ")
+            )
+            for jobs in (1, 2)
+        )
+        (ratio,) = (
+            line.split()[-2] for line in lines if line.startswith(f"{count} variants, 2 workers to 1 ")
+        )
+        assert float(ratio) == pytest.approx(one / two, rel=0.1)
+        assert float(ratio) > 1.2
 
 
 @pytest.mark.parametrize("change", ["edited", "staged", "untracked", "deleted"])

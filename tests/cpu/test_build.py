@@ -15,11 +15,12 @@ import time
 from pathlib import Path
 
 import pytest
-from builds import BOTH, CACHE, PACKED, ROOT, bundle, compile_cache, signing_key
+from builds import BOTH, CACHE, PACKED, ROOT, XQA, bundle, compile_cache, signing_key
 
 from kernseal.export import build, elf, files, git, paths, spec
 from kernseal.export import variant as variants
 from kernseal.export.build import Options
+from kernseal.export.progress import Silent
 from kernseal.loader.errors import BuildFailed, InvalidArgument, RuleFailed, Unsupported
 
 OPS = spec.load_ops()
@@ -65,6 +66,25 @@ def test_the_patched_ptx_is_what_is_assembled_and_the_assembled_image_is_what_th
     assert files.sha256_bytes(image).encode() in library, "the library checks for this very image"
     (kernel,) = result.statement["predicate"]["buildDefinition"]["internalParameters"]["kernels"]
     assert kernel["ptx_rules"] == {"marker": 1}
+
+
+def test_the_variants_that_take_long_are_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [
+        "gdn_decode/t1_narrow_v16_i32_norm",
+        f"gdn_prefill/{PACKED}",
+        "gdn_prefill_cp/bf16_sbf16_hvk_i64_init_pooled",
+        f"xqa_decode/{XQA}",
+    ]
+    order: list[str] = []
+    monkeypatch.setattr(
+        build,
+        "_compile_here",
+        lambda _, missing, *__: order.extend(item.variant.key for item in missing) or {},
+    )
+    options = Options(only=tuple(names), use_cache=False)
+    with compile_cache():
+        build.compile_all(build.plan(OPS, SM90, options), options, Silent())
+    assert order == [names[2], names[1], names[0], names[3]]
 
 
 @pytest.mark.slow
