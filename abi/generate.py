@@ -8,9 +8,13 @@ python -m kernseal.abi.generate --check    fail, naming each file that is not wh
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import sys
 from pathlib import Path
+
+import cffi
 
 from kernseal.abi.compatibility import broken
 from kernseal.abi.model import ABI_DIR, Abi, load
@@ -42,7 +46,18 @@ def render_all(abi: Abi) -> dict[str, str]:
         for path, name in TEMPLATES.items()
     }
     files["abi/generated/abi.json"] = json.dumps(dump(abi), indent=1) + "\n"
+    files["abi/generated/kernseal_ffi.py"] = python_declarations(files["abi/generated/kernseal_cdef.h"])
     return files
+
+
+def python_declarations(cdef: str) -> str:
+    """The declarations as cffi keeps them once they are parsed: parsing them anew costs a process tens of milliseconds."""
+    ffi, text = cffi.FFI(), io.StringIO()
+    ffi.cdef(cdef)
+    ffi.set_source("kernseal.abi.generated.kernseal_ffi", None)
+    with contextlib.redirect_stdout(None):  # it says what it writes
+        ffi.emit_python_code(text)  # type: ignore[arg-type] # any file, says cffi
+    return f"# {NOTE}\n{text.getvalue()}"
 
 
 def differing(root: Path, abi: Abi) -> list[str]:

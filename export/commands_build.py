@@ -142,7 +142,9 @@ def _print(result: Any) -> None:
         )
         return
     rows = kernel_rows(result.path)
-    output.table(f"{result.target.name}: {len(rows)} variants", COLUMNS, rows, NUMBERS, SHRINK)
+    variants = sum(1 for _, variant, *_ in rows if variant)
+    title = f"{result.target.name}: {variants} variants, {len(rows)} kernels"
+    output.table(title, COLUMNS, rows, NUMBERS, SHRINK)
     click.echo(f"signed with {result.signed_by}; vouched for by {', '.join(result.trusted_by)}")
     click.echo(output.folder(result.path))
 

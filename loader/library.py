@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.resources
 import threading
 from typing import Any
 
-import cffi
+from kernseal.abi.generated import kernseal_ffi
 
 from .errors import BY_VALUE, AbiMismatch, IoError, KernsealError
 from .memfd import sealed_memfd
@@ -16,13 +14,9 @@ from .memfd import sealed_memfd
 LIBRARY_FILE = "libkernseal.so"
 
 
-@functools.cache
 def declarations() -> Any:
-    """Return the C declarations this loader was built against, as a cffi.FFI."""
-    file = importlib.resources.files("kernseal.abi") / "generated" / "kernseal_cdef.h"
-    ffi = cffi.FFI()
-    ffi.cdef(file.read_text("ascii"))
-    return ffi
+    """Return the C declarations this loader was built against, as cffi's FFI."""
+    return kernseal_ffi.ffi
 
 
 class Library:

@@ -110,6 +110,24 @@ def read_pins(path: Path) -> tuple[Pins, ...]:
     return one_per_target(pins)
 
 
+def read_pins_of(folder: Path, target: tuple[str, str]) -> Pins | None:
+    """The pins of one target in a folder, or None.
+
+    Only the file that is named after the target is read, where there is one; reading all of them takes longer than
+    everything else that opening a bundle does.
+
+    Raises:
+        VerificationFailed: as ``read_pins``.
+    """
+    for name in (target[0], "-".join(target)):
+        path = folder / f"{name}{SUFFIX}"
+        if path.is_file():
+            (found,) = read_pins(path)
+            if found.target == target:
+                return found
+    return next((lock for lock in read_pins(folder) if lock.target == target), None)
+
+
 def one_per_target(pins: Sequence[Pins]) -> tuple[Pins, ...]:
     """``pins`` unchanged.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
 from .errors import InvalidArgument
 from .keys import KeySet, PublicKey, key_set, read_key, read_key_folder
-from .pins import Pins, one_per_target, read_pins
+from .pins import Pins, one_per_target, read_pins, read_pins_of
 from .statement import Statement, version_order
 from .strict_json import SHA256
 
@@ -24,6 +24,7 @@ class Policy:
 
     Attributes:
         pins: at most one for each target.
+        folder: lock files of further targets, each read when a bundle of its target is judged.
         keys: the trusted keys and how many of them must have signed.
         both: ask for pins and signatures; otherwise either root is enough.
         min_version: refuse bundles built by an older kernseal (a signature alone does not stop a rollback).
@@ -35,6 +36,7 @@ class Policy:
     both: bool = False
     min_version: str | None = None
     manifest_sha256: str | None = None
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         one_per_target(self.pins)
@@ -51,10 +53,10 @@ class Policy:
         """The pins and keys of the installed package.
 
         Raises:
-            VerificationFailed: they are damaged.
+            VerificationFailed: the keys are damaged. Of pins a bundle's own are read when it is judged.
         """
         manifests = Path(str(resources.files("kernseal.manifests")))
-        return cls(pins=read_pins(manifests), keys=read_key_folder(manifests / "keys"))
+        return cls(folder=manifests, keys=read_key_folder(manifests / "keys"))
 
     @classmethod
     def from_options(
@@ -80,18 +82,32 @@ class Policy:
         """
         if pins is None and not keys:
             base = cls.default()
-            chosen, locks = base.keys, base.pins
         else:
             files = [keys] if isinstance(keys, str | os.PathLike) else keys
             chosen = _keys([Path(file) for file in files])
-            locks = read_pins(Path(pins)) if pins is not None else ()
-        if threshold is not None:
-            chosen = KeySet(chosen.keys, chosen.trusted, threshold)
-        return cls(locks, chosen, both, min_version, manifest_sha256)
+            base = cls(read_pins(Path(pins)) if pins is not None else (), chosen)
+        trusted = base.keys if threshold is None else KeySet(base.keys.keys, base.keys.trusted, threshold)
+        return replace(
+            base, keys=trusted, both=both, min_version=min_version, manifest_sha256=manifest_sha256
+        )
 
     def pins_for(self, statement: Statement) -> Pins | None:
+        """The pins of a bundle's target, or None.
+
+        Raises:
+            VerificationFailed: the lock file in ``folder`` is damaged.
+        """
         wanted = (statement.target, statement.host)
-        return next((lock for lock in self.pins if lock.target == wanted), None)
+        found = next((lock for lock in self.pins if lock.target == wanted), None)
+        return found if found or self.folder is None else read_pins_of(self.folder, wanted)
+
+    def all_pins(self) -> tuple[Pins, ...]:
+        """Those of ``folder``, too.
+
+        Raises:
+            VerificationFailed: a lock file in ``folder`` is damaged.
+        """
+        return self.pins if self.folder is None else (*self.pins, *read_pins(self.folder))
 
 
 def trust_key(policy: Policy, key: PublicKey) -> Policy:
@@ -105,7 +121,7 @@ def trust_key(policy: Policy, key: PublicKey) -> Policy:
         raise InvalidArgument(f"key {key.name}: the policy already has it as {known}")
     old = policy.keys
     keys = KeySet({**old.keys, key.keyid: key}, old.trusted | {key.keyid}, old.threshold)
-    return Policy(policy.pins, keys, policy.both, policy.min_version, policy.manifest_sha256)
+    return replace(policy, keys=keys)
 
 
 def _keys(paths: Sequence[Path]) -> KeySet:

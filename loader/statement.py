@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
 from collections.abc import Mapping
@@ -236,6 +235,9 @@ def _version(field: Cursor) -> str:
 
 
 def _document_without_git(document: Mapping[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = copy.deepcopy(dict(document))
-    result["predicate"]["buildDefinition"]["internalParameters"]["git"] = {"commit": None, "dirty": False}
-    return result
+    """What is below other names is shared with ``document``."""
+    predicate = document["predicate"]
+    definition = predicate["buildDefinition"]
+    internal = {**definition["internalParameters"], "git": {"commit": None, "dirty": False}}
+    definition = {**definition, "internalParameters": internal}
+    return {**document, "predicate": {**predicate, "buildDefinition": definition}}

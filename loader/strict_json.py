@@ -134,9 +134,11 @@ def parse(data: bytes, name: str, *, limit: int) -> Cursor:
         found = f"{error.msg} at line {error.lineno} column {error.colno}"
         raise failed(Malformed(name, found, "JSON")) from None
     sink: list[Violation] = []
-    value = _plain(raw, f"{name}#", sink)
-    if sink:
-        raise failed(*sink)
+    try:
+        value = _accepted(raw)
+    except _RefusedError:
+        value = _plain(raw, f"{name}#", sink)
+        raise failed(*sink) from None
     return Cursor(value, f"{name}#", sink)
 
 
@@ -181,6 +183,27 @@ def _integer(text: str) -> object:
         return _Refused(text)
     value = int(text)
     return value if canonical.INT_MIN <= value <= canonical.INT_MAX else _Refused(text)
+
+
+class _RefusedError(Exception):
+    """Something must not be there; ``_plain`` says what and where."""
+
+
+def _accepted(raw: object) -> object:
+    """What ``_plain`` makes of ``raw``, if it finds nothing: most documents are as they should be."""
+    if isinstance(raw, str):
+        if not raw.isascii() and not canonical.is_text(raw):
+            raise _RefusedError
+    elif isinstance(raw, _Pairs):
+        result = {key: _accepted(item) for key, item in raw}
+        if len(result) != len(raw) or not all(key.isascii() or canonical.is_text(key) for key in result):
+            raise _RefusedError
+        return result
+    elif isinstance(raw, list):
+        return [_accepted(item) for item in raw]
+    elif isinstance(raw, _Refused):
+        raise _RefusedError
+    return raw
 
 
 def _plain(raw: object, path: str, sink: list[Violation]) -> object:

@@ -258,7 +258,7 @@ def _trusted_names(policy: Policy) -> str:
 
 
 def _nothing_pinned(policy: Policy, statement: Statement) -> Violation:
-    pinned = ", ".join(sorted(" ".join(lock.target) for lock in policy.pins)) or "none"
+    pinned = ", ".join(sorted(" ".join(lock.target) for lock in policy.all_pins())) or "none"
     found = f"no pins for {statement.target} {statement.host}"
     return UntrustedKey(intoto.FILE, found, f"one of the pinned targets: {pinned}")
 

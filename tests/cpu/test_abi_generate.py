@@ -22,10 +22,10 @@ from kernseal.loader import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 ABI = model.load()
-GENERATED = [*generate.TEMPLATES, "abi/generated/abi.json"]
+GENERATED = [*generate.TEMPLATES, "abi/generated/abi.json", "abi/generated/kernseal_ffi.py"]
 DECLARATIONS = (
-    *("abi/generated/kernseal.h", "abi/generated/kernseal_cdef.h", "abi/rust/src/sys.rs"),
-    *("abi/generated/abi.json", "docs/abi.md"),
+    *("abi/generated/kernseal.h", "abi/generated/kernseal_cdef.h", "abi/generated/kernseal_ffi.py"),
+    *("abi/rust/src/sys.rs", "abi/generated/abi.json", "docs/abi.md"),
 )
 RELEASED = sorted((ROOT / "abi" / "released").glob("*.json"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,8 +151,44 @@ def test_the_committed_key_folder_reads() -> None:
 def test_the_default_policy_is_the_packages_pins_and_keys() -> None:
     policy = Policy.default()
     assert policy.keys == read_key_folder(COMMITTED_KEYS)
-    assert policy.pins == read_pins(COMMITTED_KEYS.parent)
+    assert policy.all_pins() == read_pins(COMMITTED_KEYS.parent)
     assert Policy.from_options() == policy
+
+
+def lock(folder: Path, sm: str, name: str, host: str = "linux-x86_64") -> None:
+    pins = {**made.pins(made.statement(made.files(), sm=sm)), "host": host}
+    (folder / f"{name}.lock.json").write_bytes(canonical.dumps(pins))
+
+
+def wanted(sm: str, host: str = "linux-x86_64") -> Any:
+    return SimpleNamespace(target=sm, host=host)
+
+
+def test_of_a_folder_only_the_pins_of_the_bundle_are_read(tmp_path: Path) -> None:
+    lock(tmp_path, "sm_90a", "sm_90a")
+    lock(tmp_path, "sm_90a", "sm_90a-linux-aarch64", "linux-aarch64")
+    (tmp_path / "sm_120a.lock.json").write_text("{")
+    policy = Policy(folder=tmp_path)
+    for host in ("linux-x86_64", "linux-aarch64"):
+        found = policy.pins_for(wanted("sm_90a", host))
+        assert found is not None and found.target == ("sm_90a", host)
+    with pytest.raises(errors.Malformed, match=r"sm_120a\.lock\.json"):
+        policy.pins_for(wanted("sm_120a"))
+    with pytest.raises(errors.Malformed, match=r"sm_120a\.lock\.json"):
+        policy.all_pins()
+
+
+def test_pins_of_a_folder_count_under_any_name(tmp_path: Path) -> None:
+    lock(tmp_path, "sm_120a", "sm_90a")  # says another target than its name
+    lock(tmp_path, "sm_90a", "hopper")
+    policy = Policy(folder=tmp_path)
+    for sm in ("sm_90a", "sm_120a"):
+        found = policy.pins_for(wanted(sm))
+        assert found is not None and found.sm == sm
+    assert policy.pins_for(wanted("sm_100a")) is None
+    lock(tmp_path, "sm_120a", "again")
+    with pytest.raises(errors.Malformed, match="one lock file for each target"):
+        policy.pins_for(wanted("sm_90a"))
 
 
 def test_given_options_replace_the_default(tmp_path: Path) -> None:
