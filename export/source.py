@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-import yaml
-
+from kernseal.abi import yaml_text
 from kernseal.export import files, paths
 from kernseal.export.findings import FileChanged, FileMissing
 from kernseal.loader.errors import SourceInvalid
@@ -40,7 +39,7 @@ class Upstream:
 
 
 def upstream() -> Upstream:
-    data = yaml.safe_load((paths.kernels() / "upstream.yaml").read_text())
+    data = yaml_text.load((paths.kernels() / "upstream.yaml").read_text())
     data["watched"] = tuple(data["watched"])
     return Upstream(**data)
 

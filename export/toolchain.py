@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from kernseal.abi import yaml_text
 from kernseal.export import paths
 from kernseal.export.toolchain_files import DigestCache, Installed, find, read_record, unknown_files
 from kernseal.loader.errors import ToolchainInvalid
@@ -76,7 +75,7 @@ class Tool:
 
 @functools.cache
 def _yaml() -> Any:
-    return yaml.safe_load((paths.kernels() / "toolchain.yaml").read_text(encoding="utf-8"))
+    return yaml_text.load((paths.kernels() / "toolchain.yaml").read_text(encoding="utf-8"))
 
 
 def load_pins(*, wheels: bool = True) -> list[ToolPin]:

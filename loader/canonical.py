@@ -20,61 +20,18 @@ def dumps(value: object) -> bytes:
     """Canonical bytes of ``value``.
 
     Raises:
-        ValueError: naming the path of the first value that has no canonical form.
+        ValueError: naming the path of the first value, as written, that has no canonical form.
     """
     parts: list[str] = []
-    try:
-        _write(value, "\n", parts.append)
-    except _NoFormError:
-        _check(value, "")
-        raise
+    _write(value, "\n", None, parts.append)
     parts.append("\n")
     return "".join(parts).encode("ascii")
 
 
-class _NoFormError(Exception):
-    pass
-
-
-_quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
-
-
-def _write(value: object, newline: str, put: Callable[[str], None]) -> None:
-    """What ``json.dumps(value, sort_keys=True, indent=1)`` writes, which with an indent does so in Python, and slower."""
-    if isinstance(value, str):
-        put(_text(value))
-    elif value is None:
-        put("null")
-    elif isinstance(value, bool):
-        put("true" if value else "false")
-    elif isinstance(value, int) and INT_MIN <= value <= INT_MAX:
-        put(int.__repr__(value))
-    elif isinstance(value, (list, tuple)):
-        inner, before = newline + " ", "["
-        for item in value:
-            put(before + inner)
-            _write(item, inner, put)
-            before = ","
-        put(newline + "]" if value else "[]")
-    elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        inner, before = newline + " ", "{"
-        for key in sorted(value):
-            put(f"{before}{inner}{_text(key)}: ")
-            _write(value[key], inner, put)
-            before = ","
-        put(newline + "}" if value else "{}")
-    else:
-        raise _NoFormError
-
-
-def _text(value: str) -> str:
-    if value.isascii() or is_text(value):
-        return _quoted(value)
-    raise _NoFormError
-
-
 def is_text(value: str) -> bool:
     """Whether ``value`` can be written as UTF-8: JSON escapes can smuggle in half of a surrogate pair."""
+    if value.isascii():
+        return True
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -82,22 +39,55 @@ def is_text(value: str) -> bool:
     return True
 
 
-def _check(value: object, path: str) -> None:
-    if value is None or isinstance(value, bool):
-        return
-    if isinstance(value, int):
-        if not INT_MIN <= value <= INT_MAX:
-            raise ValueError(f"{path or '/'}: integer beyond 64 bits")
-    elif isinstance(value, str):
+_quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
+_Place = Union[None, "tuple[_Place, str | int]"]
+"""The whole value, or a key or index below another place. Written out where something is refused."""
+
+
+def _write(value: object, newline: str, place: _Place, put: Callable[[str], None]) -> None:
+    """What ``json.dumps(value, sort_keys=True, indent=1)`` writes, which with an indent does so in Python, and slower."""
+    if isinstance(value, str):
         if not is_text(value):
-            raise ValueError(f"{path or '/'}: string with a lone surrogate")
+            raise _no_form(place, "string with a lone surrogate")
+        put(_quoted(value))
+    elif value is None:
+        put("null")
+    elif isinstance(value, bool):
+        put("true" if value else "false")
+    elif isinstance(value, int):
+        if not INT_MIN <= value <= INT_MAX:
+            raise _no_form(place, "integer beyond 64 bits")
+        put(int.__repr__(value))
     elif isinstance(value, (list, tuple)):
+        inner, before = newline + " ", "["
         for index, item in enumerate(value):
-            _check(item, f"{path}/{index}")
+            put(before + inner)
+            _write(item, inner, (place, index), put)
+            before = ","
+        put(newline + "]" if value else "[]")
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str) or not is_text(key):
-                raise ValueError(f"{path or '/'}: key {key!a} is not text")
-            _check(item, f"{path}/{key}")
+        inner, before = newline + " ", "{"
+        for key in sorted(_text_keys(value, place)):
+            put(f"{before}{inner}{_quoted(key)}: ")
+            _write(value[key], inner, (place, key), put)
+            before = ","
+        put(newline + "}" if value else "{}")
     else:
-        raise ValueError(f"{path or '/'}: {type(value).__name__} has no canonical form")
+        raise _no_form(place, f"{type(value).__name__} has no canonical form")
+
+
+def _text_keys(value: Mapping[object, object], place: _Place) -> list[str]:
+    keys: list[str] = []
+    for key in value:
+        if not isinstance(key, str) or not is_text(key):
+            raise _no_form(place, f"key {key!a} is not text")
+        keys.append(key)
+    return keys
+
+
+def _no_form(place: _Place, why: str) -> ValueError:
+    path = ""
+    while place is not None:
+        place, step = place
+        path = f"/{step}{path}"
+    return ValueError(f"{path or '/'}: {why}")

@@ -9,7 +9,7 @@ from typing import Any
 from .errors import InvalidArgument, InvalidArgumentType, KernsealError
 
 _CODES = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "uint64_t": "Q", "float": "f", "double": "d"}
-_WHOLE_NUMBERS = frozenset({"int32_t", "uint32_t", "int64_t", "uint64_t"})
+_WHOLE_NUMBERS = frozenset(name for name, code in _CODES.items() if code in "iIqQ")
 _SIZE_FIELD = "struct_size"
 
 

@@ -24,11 +24,11 @@ class Policy:
 
     Attributes:
         pins: at most one for each target.
-        folder: lock files of further targets, each read when a bundle of its target is judged.
         keys: the trusted keys and how many of them must have signed.
         both: ask for pins and signatures; otherwise either root is enough.
         min_version: refuse bundles built by an older kernseal (a signature alone does not stop a rollback).
         manifest_sha256: accept only this manifest.
+        folder: lock files of further targets, each read when a bundle of its target is judged.
     """
 
     pins: tuple[Pins, ...] = ()

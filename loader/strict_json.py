@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from typing import Union
 
 from . import canonical
 from .violations import Malformed, Violation, failed
@@ -134,11 +135,9 @@ def parse(data: bytes, name: str, *, limit: int) -> Cursor:
         found = f"{error.msg} at line {error.lineno} column {error.colno}"
         raise failed(Malformed(name, found, "JSON")) from None
     sink: list[Violation] = []
-    try:
-        value = _accepted(raw)
-    except _RefusedError:
-        value = _plain(raw, f"{name}#", sink)
-        raise failed(*sink) from None
+    value = _plain(raw, f"{name}#", sink)
+    if sink:
+        raise failed(*sink)
     return Cursor(value, f"{name}#", sink)
 
 
@@ -185,48 +184,38 @@ def _integer(text: str) -> object:
     return value if canonical.INT_MIN <= value <= canonical.INT_MAX else _Refused(text)
 
 
-class _RefusedError(Exception):
-    """Something must not be there; ``_plain`` says what and where."""
+_Place = Union[str, "tuple[_Place, str | int]"]
+"""Where something is: the document, or a key or index below another place. Written out where something is refused."""
 
 
-def _accepted(raw: object) -> object:
-    """What ``_plain`` makes of ``raw``, if it finds nothing: most documents are as they should be."""
-    if isinstance(raw, str):
-        if not raw.isascii() and not canonical.is_text(raw):
-            raise _RefusedError
-    elif isinstance(raw, _Pairs):
-        result = {key: _accepted(item) for key, item in raw}
-        if len(result) != len(raw) or not all(key.isascii() or canonical.is_text(key) for key in result):
-            raise _RefusedError
-        return result
-    elif isinstance(raw, list):
-        return [_accepted(item) for item in raw]
-    elif isinstance(raw, _Refused):
-        raise _RefusedError
-    return raw
+def _written(place: _Place) -> str:
+    if isinstance(place, str):
+        return place
+    above, step = place
+    return f"{_written(above)}/{_escaped(step) if isinstance(step, str) else step}"
 
 
-def _plain(raw: object, path: str, sink: list[Violation]) -> object:
+def _plain(raw: object, place: _Place, sink: list[Violation]) -> object:
     """``raw`` without the reader's marker types, noting each thing that must not be there."""
     if isinstance(raw, _Pairs):
-        return _object(raw, path, sink)
+        return _object(raw, place, sink)
     if isinstance(raw, list):
-        return [_plain(item, f"{path}/{index}", sink) for index, item in enumerate(raw)]
+        return [_plain(item, (place, index), sink) for index, item in enumerate(raw)]
     if isinstance(raw, _Refused):
-        sink.append(Malformed(path, shown(raw.text), "a 64-bit integer"))
+        sink.append(Malformed(_written(place), shown(raw.text), "a 64-bit integer"))
     elif isinstance(raw, str) and not canonical.is_text(raw):
-        sink.append(Malformed(path, "a lone surrogate", "text"))
+        sink.append(Malformed(_written(place), "a lone surrogate", "text"))
     return raw
 
 
-def _object(pairs: _Pairs, path: str, sink: list[Violation]) -> dict[str, object]:
+def _object(pairs: _Pairs, place: _Place, sink: list[Violation]) -> dict[str, object]:
     result: dict[str, object] = {}
     for key, item in pairs:
-        where = f"{path}/{_escaped(key)}"
+        where = (place, key)
         if not canonical.is_text(key):
-            sink.append(Malformed(where, "a lone surrogate in a key", "text"))
+            sink.append(Malformed(_written(where), "a lone surrogate in a key", "text"))
         if key in result:
-            sink.append(Malformed(where, "the same key twice", "each key once"))
+            sink.append(Malformed(_written(where), "the same key twice", "each key once"))
         result[key] = _plain(item, where, sink)
     return result
 

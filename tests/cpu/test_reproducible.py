@@ -39,7 +39,16 @@ def checkout(where: Path, seed: int) -> Path:
 
 def on_host(name: str) -> list[str]:
     """What a command starts with to run on a host of that name, or nothing where this user may not name one."""
-    prefix = ["unshare", "--user", "--uts", "--map-root-user", "sh", "-c", f'hostname {name} && exec "$@"', "sh"]
+    prefix = [
+        "unshare",
+        "--user",
+        "--uts",
+        "--map-root-user",
+        "sh",
+        "-c",
+        f'hostname {name} && exec "$@"',
+        "sh",
+    ]
     try:
         seen = subprocess.run([*prefix, "uname", "-n"], capture_output=True, text=True, check=False).stdout
     except OSError:

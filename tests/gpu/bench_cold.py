@@ -26,13 +26,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from gpu import bench_document
 from gpu.bundles import BUNDLES, folder
-from gpu.provenance import provenance
+from gpu.provenance import not_clean, provenance, versions
 
 BUNDLE = "sm90"
 OPS = {"gdn": "gdn_prefill", "xqa": "xqa_decode", "model": "model"}
@@ -304,18 +303,7 @@ def show(report: Mapping[str, Any]) -> None:
 
 
 def write_document(path: Path, report: Mapping[str, Any]) -> None:
-    versions = {name: str(version) for name, version in report["versions"].items()}
-    bench_document.write(path, "Cold start", report, report["command"], charts(report), versions)
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in VERSIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    bench_document.write(path, "Cold start", report, report["command"], charts(report), report["versions"])
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -342,8 +330,8 @@ def refusal(options: argparse.Namespace, stamp: Mapping[str, Any]) -> str:
         return "" if options.document else "--from-json goes with --document"
     if options.document and not (stamp["device"] and stamp["commit"]):
         return "--document has to name a device and a commit"
-    if not options.trial and (stamp["commit"] is None or stamp["dirty"] is not False):
-        return "not a clean commit (KERNSEAL_COMMIT and KERNSEAL_DIRTY say so where there is no git); --trial"
+    if not options.trial and (why := not_clean(stamp)):
+        return why
     if not folder(BUNDLE).is_dir():
         return f"no bundle {BUNDLES[BUNDLE]}"
     if options.programs and not (options.programs / "cold").is_file():
@@ -353,7 +341,7 @@ def refusal(options: argparse.Namespace, stamp: Mapping[str, Any]) -> str:
 
 def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
-    report = provenance() | {"trial": options.trial, "versions": versions()}
+    report = provenance() | {"trial": options.trial, "versions": versions(VERSIONS)}
     report |= {"samples": options.samples, "empty_samples": options.empty_samples}
     if why := refusal(options, report):
         print(f"refused: {why}")

@@ -17,12 +17,22 @@ from typing import Any
 
 import torch
 from gpu.bench_document import Chart
-from gpu.bench_options import lines, parser, save, stamp
-from gpu.bundles import BUNDLES, folder, open_by_name, policy
+from gpu.bench_options import bundles_here, lines, parser, save, stamp
+from gpu.bundles import folder, open_by_name, policy
 from gpu.contenders import Contender, Contenders
 from gpu.cp_rule import Point, verdict
 from gpu.left_out import reasons
-from gpu.problems import SCALE, Case, Inputs, call_args, ends, make_inputs, prepare, workspace
+from gpu.problems import (
+    SCALE,
+    Case,
+    Inputs,
+    call_args,
+    ends,
+    flashinfer_args,
+    make_inputs,
+    prepare,
+    workspace,
+)
 from gpu.timing import CLOCKS, DEVICE, Call, compare, per_call_us
 
 from kernseal.kernels.gdn_prefill.torch_api import chunk_gated_delta_rule, use_bundle
@@ -132,36 +142,23 @@ def host_overhead(bundle: Bundle) -> dict[str, float]:
     numbers, kept = addresses_of(op, case)
     values = op._binder.values(numbers)
     record = op._layout.pack(op._fields(values))
-    x = make_inputs(case)
-    offsets = ends(case.lengths)
+    asked = flashinfer_args(case, make_inputs(case))
     use_bundle(bundle)
     report = {
         "c_us": per_call_us(lambda: op._run(op._handle, record)),
         "addresses_us": per_call_us(lambda: op.run(**numbers)),
         "tensors_us": per_call_us(call_of(op, case)),
-        "torch_api_us": per_call_us(
-            lambda: chunk_gated_delta_rule(
-                x.q,
-                x.k,
-                x.v,
-                x.alpha,
-                x.beta,
-                initial_state=x.state,
-                output_final_state=True,
-                cu_seqlens=offsets,
-            )
-        ),
+        "torch_api_us": per_call_us(lambda: chunk_gated_delta_rule(**asked)),
     }
     assert kept
     return report
 
 
-def ours(bundle: Bundle, op_name: str, case: Case, x: Inputs) -> Contender:
-    """``gdn_prefill``, or ``gdn_prefill_cp`` with the library's choice of chunks."""
-    axes, args = dict(case.axes), call_args(case, x)
+def ours(bundle: Bundle, op_name: str, case: Case, x: Inputs, **cut: int) -> Contender:
+    """``gdn_prefill``, or ``gdn_prefill_cp`` that cuts sequences so."""
+    axes, args = dict(case.axes), call_args(case, x) | cut
     if op_name == "gdn_prefill_cp":
         del axes["alpha"], axes["beta"]
-        args["max_seqlen"] = max(case.lengths)
     op = bundle.prepare(op_name, device=0, **axes)
     scratch, stream = workspace(op, **args), torch.cuda.current_stream().cuda_stream
     return Contender(
@@ -226,7 +223,8 @@ def contenders_of(bundles: Mapping[str, Bundle], case: Case, given_up: dict[str,
     for name, bundle in bundles.items():
         found.add(name, functools.partial(ours, bundle, "gdn_prefill", case, x))
     for name, bundle in bundles.items():
-        found.add(f"{name} cp", functools.partial(ours, bundle, "gdn_prefill_cp", case, x))
+        cut = {"max_seqlen": max(case.lengths)}  # the library's choice of chunks
+        found.add(f"{name} cp", functools.partial(ours, bundle, "gdn_prefill_cp", case, x, **cut))
     found.add("flashinfer", functools.partial(flashinfer, case, x, False))
     found.add("flashinfer cp", functools.partial(flashinfer, case, x, True))
     found.add("triton", functools.partial(triton, case, x))
@@ -438,10 +436,7 @@ def main() -> int:
     report = stamp(options.trial) | {"heads": HEADS, "head_dim": 128, "dtype": "bf16", "quick": options.quick}
     torch.cuda.set_device(0)
     torch.zeros(1, device="cuda")
-    names = [name for name in BUNDLES if folder(name).is_dir()]
-    if not names:
-        print(f"refused: no bundle among {', '.join(BUNDLES.values())}")
-        return 2
+    names = bundles_here()
     cells = grid(options.quick)
     each = 2 * ROUNDS * SAMPLES
     print(

@@ -12,11 +12,12 @@ import sys
 from typing import Any
 
 import torch
-from gpu.bench_options import parser, save, stamp
-from gpu.bundles import BUNDLES, folder, open_by_name
+from gpu.bench_gdn_prefill import ours
+from gpu.bench_options import bundles_here, parser, save, stamp
+from gpu.bundles import open_by_name
 from gpu.cp_rule import Point, verdict
-from gpu.problems import Case, Inputs, call_args, make_inputs, workspace
-from gpu.timing import DEVICE, Call, compare
+from gpu.problems import Case, make_inputs
+from gpu.timing import DEVICE, compare
 
 from kernseal.kernels.gdn_prefill_cp.torch_api import should_use_cp
 from kernseal.loader.bundle import Bundle
@@ -31,15 +32,6 @@ CHUNK_LENGTHS = [0, 256, 512, 1024, 2048, 4096]
 QUICK_HEADS, QUICK_CHUNK_LENGTHS = [(4, 4, 8), (16, 16, 32)], [0]
 
 
-def call_of(bundle: Bundle, name: str, case: Case, x: Inputs, **cut: int) -> Call:
-    """A call with everything allocated beforehand."""
-    axes = {k: v for k, v in case.axes.items() if name == "gdn_prefill" or k not in ("alpha", "beta")}
-    op = bundle.prepare(name, device=0, **axes)
-    args = call_args(case, x) | cut
-    scratch, stream = workspace(op, **args), torch.cuda.current_stream().cuda_stream
-    return lambda: op.run(**args, workspace=scratch, stream=stream)
-
-
 def rows_of(bundle: Bundle, quick: bool) -> list[dict[str, Any]]:
     rows, device = [], torch.cuda.get_device_properties(0)
     for heads, seqs, tokens in itertools.product(QUICK_HEADS if quick else HEADS, SEQUENCES, TOKENS):
@@ -47,13 +39,12 @@ def rows_of(bundle: Bundle, quick: bool) -> list[dict[str, Any]]:
             continue
         case = Case(lengths=(tokens,) * seqs, heads=heads)
         x = make_inputs(case, made_on="cuda")
-        contenders = {"gdn_prefill": call_of(bundle, "gdn_prefill", case, x)}
+        contenders = {"gdn_prefill": ours(bundle, "gdn_prefill", case, x).call}
         for chunk_len in CHUNK_LENGTHS if seqs == 1 and not quick else QUICK_CHUNK_LENGTHS:
             if chunk_len < tokens:
                 cut = {"chunk_len": chunk_len, "max_seqlen": tokens}
-                contenders[f"cp {chunk_len or 'upstream'}"] = call_of(
-                    bundle, "gdn_prefill_cp", case, x, **cut
-                )
+                made = ours(bundle, "gdn_prefill_cp", case, x, **cut)
+                contenders[f"cp {chunk_len or 'upstream'}"] = made.call
         times = compare(contenders, rounds=2, samples=4, clocks=DEVICE)
         rule = should_use_cp(seqs * case.out_heads, device.multi_processor_count, device.name)
         rows.append({"heads": heads, "seqs": seqs, "tokens": tokens, "rule_says_cp": rule, "times": times})
@@ -82,10 +73,7 @@ def main() -> int:
     options = parser(__doc__).parse_args()
     report = stamp(options.trial) | {"head_dim": 128, "dtype": "bf16", "quick": options.quick}
     torch.cuda.set_device(0)
-    names = [name for name in BUNDLES if folder(name).is_dir()]
-    if not names:
-        print(f"refused: no bundle among {', '.join(BUNDLES.values())}")
-        return 2
+    names = bundles_here()
     report |= {"rows": {}, "rule": {}}
     for name in names:
         with open_by_name(name) as bundle:

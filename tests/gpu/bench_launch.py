@@ -11,17 +11,17 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu.bench_document import Chart, bars
-from gpu.bench_options import parser, save, stamp
-from gpu.bundles import BUNDLES, folder, open_by_name
-from gpu.problems import Case, call_args, ends, make_inputs, prepare, workspace
-from gpu.timing import Call, summary
+from gpu.bench_options import bundles_here, parser, save, stamp
+from gpu.bundles import open_by_name
+from gpu.left_out import reason
+from gpu.problems import Case, call_args, flashinfer_args, make_inputs, prepare, workspace
+from gpu.timing import Call, calls_us, summary
 from gpu.xqa_problems import Runner, make
 
 from kernseal.kernels.gdn_prefill.torch_api import chunk_gated_delta_rule
@@ -41,13 +41,7 @@ GOAL = 4.0
 
 def sample_us(call: Call) -> float:
     """Host time of one call among ``CALLS`` in a row."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    taken = (time.perf_counter() - start) / CALLS * 1e6
-    torch.cuda.synchronize()
-    return taken
+    return calls_us(call, CALLS)
 
 
 def alternate(contenders: Mapping[str, Call], rounds: int) -> dict[str, dict[str, float]]:
@@ -79,16 +73,7 @@ def gdn_prefill(bundle: Bundle) -> tuple[dict[str, Call], str, str, dict[str, An
     op, x = prepare(bundle, case), make_inputs(case)
     args = call_args(case, x)
     args |= {"workspace": workspace(op, **args), "stream": torch.cuda.current_stream()}
-    asked = {
-        "q": x.q,
-        "k": x.k,
-        "v": x.v,
-        "g": x.alpha,
-        "beta": x.beta,
-        "initial_state": x.state,
-        "output_final_state": True,
-    }
-    asked |= {"cu_seqlens": ends(case.lengths)}
+    asked = flashinfer_args(case, x)
     calls = ways(op, args) | {OURS: lambda: chunk_gated_delta_rule(**asked)}
     return calls, "flashinfer.gdn_prefill", "chunk_gated_delta_rule", asked
 
@@ -138,7 +123,7 @@ def rows_of(bundle: Bundle, name: str, rounds: int) -> list[dict[str, Any]]:
         try:
             calls[THEIRS] = upstream(module, function, asked)
         except Exception as error:  # whatever another package raises, the row says it
-            row["left_out"] = {THEIRS: f"{type(error).__name__}: {error}"[:300]}
+            row["left_out"] = {THEIRS: reason(error)}
         row["us"] = alternate(calls, rounds)
         rows.append(row)
         print(line(row), flush=True)
@@ -184,10 +169,7 @@ def main() -> int:
     if options.native:
         report["native"] = json.loads(options.native.read_text())
     torch.cuda.set_device(0)
-    names = [name for name in BUNDLES if folder(name).is_dir()]
-    if not names:
-        print(f"refused: no bundle among {', '.join(BUNDLES.values())}")
-        return 2
+    names = bundles_here()
     report["rows"] = []
     for name in names:
         with open_by_name(name) as bundle:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from gpu.bench_document import Chart, can_write, write
-from gpu.provenance import provenance
+from gpu.bundles import BUNDLES, folder
+from gpu.provenance import not_clean, provenance, versions
 
 PACKAGES = ("torch", "triton", "fla-core", "flashinfer-python", "nvidia-cutlass-dsl")
 NAME_LENGTH = 80
@@ -29,20 +29,19 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def stamp(trial: bool) -> dict[str, Any]:
     """Provenance and versions. Ends the program unless this is a clean commit or a trial."""
-    made = provenance() | {"trial": trial, "versions": versions(), "command": command()}
-    if not trial and (made["commit"] is None or made["dirty"] is not False):
-        print("refused: not a clean commit (KERNSEAL_COMMIT and KERNSEAL_DIRTY say so without git); --trial")
+    made = provenance() | {"trial": trial, "versions": versions(PACKAGES), "command": command()}
+    if not trial and (why := not_clean(made)):
+        print(f"refused: {why}")
         raise SystemExit(2)
     return made
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+def bundles_here() -> list[str]:
+    """Names of the bundles that there are. Ends the program where there is none."""
+    found = [name for name in BUNDLES if folder(name).is_dir()]
+    if not found:
+        print(f"refused: no bundle among {', '.join(BUNDLES.values())}")
+        raise SystemExit(2)
     return found
 
 

@@ -33,7 +33,7 @@ import torch
 from gpu import bench_document, serving_report
 from gpu.bundles import BUNDLES, folder, open_by_name
 from gpu.hybrid_model import GEOMETRIES, LAYERS, build, linear_attention, prompts
-from gpu.provenance import provenance
+from gpu.provenance import not_clean, provenance
 from gpu.serving_loop import (
     IMPATIENT,
     PROMPT,
@@ -256,8 +256,8 @@ def show(scenarios: Mapping[str, Any]) -> None:
 
 def refusal(options: argparse.Namespace, stamp: Mapping[str, Any]) -> str:
     """Why nothing is measured; nothing where all is well."""
-    if not options.trial and (stamp["commit"] is None or stamp["dirty"] is not False):
-        return "not a clean commit (KERNSEAL_COMMIT and KERNSEAL_DIRTY say so where there is no git); --trial"
+    if not options.trial and (why := not_clean(stamp)):
+        return why
     if not options.trial and linear_attention() == "torch":
         return "fla-core is not installed, which the stock path is to run on; --trial"
     if options.document and not bench_document.can_write():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from gpu.bundles import BUNDLES, folder, open_by_name
 from gpu.hybrid_model import GEOMETRIES, LAYERS, build, linear_attention, prompts
-from gpu.provenance import provenance
+from gpu.provenance import not_clean, provenance
 from gpu.timing import Call, summary, wall_us
 from transformers import DynamicCache, StaticCache
 
@@ -129,10 +129,8 @@ def main() -> int:
         "linear_attention": linear_attention(),
         "layers": LAYERS,
     }
-    if not options.trial and (report["commit"] is None or report["dirty"] is not False):
-        print(
-            "refused: not a clean commit (KERNSEAL_COMMIT and KERNSEAL_DIRTY say so where there is no git); --trial"
-        )
+    if not options.trial and (why := not_clean(report)):
+        print(f"refused: {why}")
         return 2
     if not folder(options.bundle).is_dir():
         print(f"refused: no bundle {BUNDLES[options.bundle]}")

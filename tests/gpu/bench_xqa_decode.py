@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from gpu.bench_document import Chart
-from gpu.bench_options import lines, parser, save, stamp
-from gpu.bundles import BUNDLES, folder, open_by_name
+from gpu.bench_options import bundles_here, lines, parser, save, stamp
+from gpu.bundles import open_by_name
 from gpu.contenders import Contender, Contenders
 from gpu.left_out import reason, reasons
 from gpu.timing import Call, compare, device_us, host_us
@@ -307,10 +307,7 @@ def main() -> int:
         return 0
     report = stamp(options.trial) | {"quick": options.quick}
     torch.cuda.set_device(0)
-    names = [name for name in BUNDLES if folder(name).is_dir()]
-    if not names:
-        print(f"refused: no bundle among {', '.join(BUNDLES.values())}")
-        return 2
+    names = bundles_here()
     report["compiled"] = compile_others(geometries)
     cells = grid(geometries, options.quick)
     each = 2 * ROUNDS * SAMPLES

@@ -193,6 +193,12 @@ def blank(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, math.nan, dtype=dtype, device="cuda")
 
 
+def flashinfer_args(case: Case, x: Inputs) -> dict[str, Any]:
+    """Arguments of FlashInfer's ``chunk_gated_delta_rule`` that also ask for the final state."""
+    given = {"q": x.q, "k": x.k, "v": x.v, "g": x.alpha, "beta": x.beta, "initial_state": x.state}
+    return {**given, "output_final_state": True, "cu_seqlens": ends(case.lengths)}
+
+
 def call_args(case: Case, x: Inputs) -> dict[str, Any]:
     """Every argument of ``Op.run`` but workspace and stream, with fresh outputs."""
     state_dtype, n, heads = DTYPES[case.state_dtype], len(case.lengths), case.out_heads

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
 import subprocess
+from collections.abc import Iterable, Mapping
+from importlib import metadata
 from typing import Any
 
 from gpu.bundles import BUNDLES, ROOT, folder
+
+
+def not_clean(stamp: Mapping[str, Any]) -> str:
+    """Why a measurement of what ``stamp`` says would not count; nothing where it would."""
+    if stamp["commit"] is None or stamp["dirty"] is not False:
+        return "not a clean commit (KERNSEAL_COMMIT and KERNSEAL_DIRTY say so where there is no git); --trial"
+    return ""
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Of those packages that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def provenance() -> dict[str, Any]:

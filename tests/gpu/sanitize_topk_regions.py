@@ -8,32 +8,23 @@ of calls.
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Iterator
+from typing import Any
 
 # One cudaMalloc per tensor: an access past the end of one must not land in another.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
-from gpu.bundles import open_by_name
+from gpu.sanitized import check_all
 from gpu.topk_regions_problems import OP, SMEM, Runner, axes_of, make, wrong
 
 
-def main() -> None:
-    calls = 0
-    with open_by_name(sys.argv[1]) as bundle:
-        for variant in [v for v in bundle.variants() if v.op == OP]:
-            size = 4 if axes_of(variant)["dtype"] == "f32" else 2
-            group = 2 * ((SMEM[variant.class_name] - 2400) // size)
-            for max_len in (1000, 1001, group):
-                lengths = [max_len, 0, 100, 300, 2**31 - 1, -1]
-                p = make(variant, lengths, max_len, 128, levels=200)
-                why = wrong(p, Runner(bundle, p.axes).run(p))
-                if why:
-                    raise SystemExit(f"wrong result: {variant.variant}, max_len={max_len}: {why}")
-                calls += 1
-    if calls == 0:
-        raise SystemExit(f"this bundle has no variant of {OP}")
-    print(f"{calls} calls, all as the oracle has them")
+def calls(bundle: Any, variant: Any) -> Iterator[tuple[str, str]]:
+    size = 4 if axes_of(variant)["dtype"] == "f32" else 2
+    group = 2 * ((SMEM[variant.class_name] - 2400) // size)
+    for max_len in (1000, 1001, group):
+        p = make(variant, [max_len, 0, 100, 300, 2**31 - 1, -1], max_len, 128, levels=200)
+        yield f"max_len={max_len}", wrong(p, Runner(bundle, p.axes).run(p))
 
 
 if __name__ == "__main__":
-    main()
+    check_all(OP, calls)

@@ -8,30 +8,22 @@ of calls.
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Iterator
+from typing import Any
 
 # One cudaMalloc per tensor: an access past the end of one must not land in another.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
-from gpu.bundles import open_by_name
+from gpu.sanitized import check_all
 from gpu.topk_varlen_problems import OP, Runner, held, make, wrong
 
 
-def main() -> None:
-    calls = 0
-    with open_by_name(sys.argv[1]) as bundle:
-        for variant in [v for v in bundle.variants() if v.op == OP]:
-            runner = Runner(bundle, variant)
-            for max_len, call in ((1000, {}), (1001, {"next_n": 2}), (2 * held(variant) + 1, {})):
-                p = make(variant, [max_len, 0, 100, 300, 2**31 - 1], max_len, 128, levels=200, **call)
-                why = wrong(p, runner.run(p))
-                if why:
-                    raise SystemExit(f"wrong result: {variant.variant}, max_len={max_len}: {why}")
-                calls += 1
-    if calls == 0:
-        raise SystemExit(f"this bundle has no variant of {OP}")
-    print(f"{calls} calls, all as the oracle has them")
+def calls(bundle: Any, variant: Any) -> Iterator[tuple[str, str]]:
+    runner = Runner(bundle, variant)
+    for max_len, call in ((1000, {}), (1001, {"next_n": 2}), (2 * held(variant) + 1, {})):
+        p = make(variant, [max_len, 0, 100, 300, 2**31 - 1], max_len, 128, levels=200, **call)
+        yield f"max_len={max_len}", wrong(p, runner.run(p))
 
 
 if __name__ == "__main__":
-    main()
+    check_all(OP, calls)

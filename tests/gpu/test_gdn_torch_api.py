@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from gpu.bundles import open_by_name  # noqa: E402
-from gpu.problems import Case, call_args, ends, in_layout, make_inputs, rows_of, run  # noqa: E402
+from gpu.problems import Case, call_args, ends, flashinfer_args, in_layout, make_inputs, rows_of, run  # noqa: E402
 
 from kernseal.kernels.gdn_prefill import torch_api  # noqa: E402
 from kernseal.kernels.gdn_prefill.torch_api import chunk_gated_delta_rule, use_bundle  # noqa: E402
@@ -30,16 +30,7 @@ def test_packed(bundle: Any) -> None:
     case = Case()
     x = make_inputs(case)
     want = run(bundle, case, x)
-    output, state = chunk_gated_delta_rule(
-        x.q,
-        x.k,
-        x.v,
-        x.alpha,
-        x.beta,
-        initial_state=x.state,
-        output_final_state=True,
-        cu_seqlens=ends(case.lengths),
-    )
+    output, state = chunk_gated_delta_rule(**flashinfer_args(case, x))
     assert torch.equal(output, want.output)
     assert torch.equal(state, want.state)
 
@@ -192,18 +183,7 @@ def test_checkpoints(bundle: Any) -> None:
 def test_cutting_sequences_is_the_context_parallel_op(bundle: Any, change: dict[str, Any]) -> None:
     case = Case(lengths=(4096,))
     x, offsets = make_inputs(case), ends((4096,))
-    output, state = chunk_gated_delta_rule(
-        x.q,
-        x.k,
-        x.v,
-        x.alpha,
-        x.beta,
-        initial_state=x.state,
-        output_final_state=True,
-        cu_seqlens=offsets,
-        use_cp=True,
-        **change,
-    )
+    output, state = chunk_gated_delta_rule(**flashinfer_args(case, x), use_cp=True, **change)
     want, want_state = torch.empty_like(output), torch.empty_like(state)
     cp_delta_rule(
         *(want, want_state, x.q, x.k, x.v, x.alpha, x.beta, offsets, 128**-0.5),

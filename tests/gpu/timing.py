@@ -84,15 +84,18 @@ def summary(values: list[float]) -> dict[str, float]:
     }
 
 
+def calls_us(call: Call, calls: int) -> float:
+    """Host time of one call among so many in a row."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    taken = (time.perf_counter() - start) / calls * 1e6
+    torch.cuda.synchronize()
+    return taken
+
+
 def per_call_us(call: Call, calls: int = 100, loops: int = 30) -> float:
     """Host time of one call among many: the median over loops of back-to-back calls that the device keeps up with."""
     call()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(loops):
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - start) / calls * 1e6)
-        torch.cuda.synchronize()
-    return round(statistics.median(times), 2)
+    return round(statistics.median(calls_us(call, calls) for _ in range(loops)), 2)

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from gpu.topk_regions_problems import DTYPES, POISON, SMEM
 
 from kernseal.kernels.topk_regions.reference import keys
 from kernseal.kernels.topk_varlen.reference import decode, row_lengths
 
 OP = "topk_varlen"
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-SMEM = {"radix_sm90": 232448, "radix_sm120": 101376}
-POISON = 0x5A5A5A5A
 
 
 @dataclass

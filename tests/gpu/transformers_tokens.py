@@ -22,7 +22,7 @@ from gpu import greedy
 from gpu.bundles import BUNDLES, folder, open_by_name
 from gpu.greedy import Run
 from gpu.hybrid_model import GEOMETRIES, build, layers, linear_attention, prompts, references
-from gpu.provenance import provenance
+from gpu.provenance import not_clean, provenance
 from transformers import DynamicCache, StaticCache
 
 from kernseal.integrations.transformers import FULL_LAYERS, LINEAR_LAYERS, Served, enable
@@ -203,10 +203,8 @@ def main() -> int:
         "transformers": metadata.version("transformers"),
         "linear_attention": linear_attention(),
     }
-    if not options.trial and (report["commit"] is None or report["dirty"] is not False):
-        print(
-            "refused: not a clean commit (KERNSEAL_COMMIT and KERNSEAL_DIRTY say so where there is no git); --trial"
-        )
+    if not options.trial and (why := not_clean(report)):
+        print(f"refused: {why}")
         return 2
     if not options.trial and report["linear_attention"] == "torch":
         print(
