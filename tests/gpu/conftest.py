@@ -72,7 +72,18 @@ def measure(request: pytest.FixtureRequest) -> Callable[..., None]:
     return keep
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What a worker of pytest-xdist measured."""
+    for name, values in getattr(node, "workeroutput", {}).get("kernseal_measured", {}).items():
+        _measured.setdefault(name, {}).update(values)
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    worker: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if worker is not None:
+        worker["kernseal_measured"] = json.loads(json.dumps(_measured))
+        return
     target = os.environ.get("KERNSEAL_REPORT")
     if target and _measured:
         report = {
