@@ -274,7 +274,7 @@ def test_each_contender_is_one_that_the_children_know() -> None:
         assert {(library, op) for op in problem.asked(what)} <= jit_calls.CALLS.keys()
     own = [one.command for one in known.values() if one.command[2:3] == ("gpu.cold.kernseal_child",)]
     assert [command[-1] for command in own] == ["gdn_prefill", "xqa_decode", "model"]
-    assert len(jit) + len(own) + 1 == len(known)
+    assert len(jit) + len(own) + 2 == len(known)
     assert known["kernseal-cpp-gdn"].command[0] == "programs/cold" and not known["kernseal-cpp-gdn"].why
     assert bench_cold.contenders(Path("problem"), None)["kernseal-cpp-gdn"].missing() == "no --programs"
 

@@ -132,3 +132,12 @@ def test_a_cold_start_is_timed_part_by_part(
     assert done.returncode == 0, done.stdout + done.stderr
     parts = {"context_ms", "open_ms", "prepare_ms", "memory_ms", "first_run_ms"}
     assert json.loads(done.stdout).keys() == parts
+
+
+def test_a_cold_start_of_a_model_prepares_what_the_model_needs(
+    programs: Path, example_bundle: Path, fake_process: dict[str, str]
+) -> None:
+    command = [str(programs / "cold"), str(example_bundle), "model"]
+    done = subprocess.run(command, env=fake_process, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "gdn_prefill: no variant for" in done.stderr and "pooled=1" in done.stderr

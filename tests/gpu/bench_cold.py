@@ -96,7 +96,10 @@ def contenders(problem: Path, programs: Path | None) -> dict[str, Contender]:
     opened, first = ("open_ms", "prepare_ms"), ("first_run_ms",)
     why = "" if programs else "no --programs"
     found = {
-        "kernseal-cpp-gdn": Contender("kernseal from C++, GDN prefill of one token", cold, opened, why=why)
+        "kernseal-cpp-gdn": Contender("kernseal from C++, GDN prefill of one token", cold, opened, why=why),
+        "kernseal-cpp-model": Contender(
+            "kernseal from C++, one model's ops", (*cold, "model"), opened, why=why
+        ),
     }
     python = (sys.executable, "-m")
     for what, op in OPS.items():

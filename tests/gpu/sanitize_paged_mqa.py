@@ -51,11 +51,12 @@ def logits(bundle: Any) -> int:
 
 
 def main() -> None:
+    torch.zeros(1, device="cuda")  # a context for prepare
     with open_by_name(sys.argv[1]) as bundle:
         calls = schedules(bundle) + logits(bundle)
     if calls == 0:
         raise SystemExit("this bundle has no variant of paged MQA")
-    print(f"{calls} calls, all as the oracles have them")
+    print(f"{calls} calls, all as the oracle has them")
 
 
 if __name__ == "__main__":

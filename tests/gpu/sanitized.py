@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from gpu.bundles import open_by_name
 
 
@@ -16,6 +17,7 @@ def check_all(op: str, calls: Callable[[Any, Any], Iterator[tuple[str, str]]]) -
         calls: bundle and variant to what each call was and what is wrong with its result, if anything.
     """
     count = 0
+    torch.zeros(1, device="cuda")  # a context for prepare
     with open_by_name(sys.argv[1]) as bundle:
         for variant in [v for v in bundle.variants() if v.op == op]:
             for what, why in calls(bundle, variant):

@@ -31,7 +31,8 @@ LIMIT = {"bf16": 8e-3, "f16": 1.5e-3}
 """Largest ||error|| / ||reference|| of one head of one row: the softmax weights and o are rounded to the element type."""
 SPLIT_LIMIT = {"bf16": 1.2e-2, "f16": 2e-3}
 """Where sequences are split: their parts are rounded too."""
-LSE_LIMIT = 2e-3
+LSE_LIMIT = {"bf16": 4e-3, "f16": 5e-4}
+"""In units of log2: the sum is of weights that are rounded to the element type, by a relative 2^-9 or 2^-12 at most."""
 CHUNKS = (0, 128, -1)
 
 Measure = Callable[..., None]
@@ -83,7 +84,7 @@ def test_every_tile_agrees_with_the_oracle(runners: list[Runner], measure: Measu
                 error, lse = check(runner, p, tile_q=tile, kv_chunk=chunk)
                 name = f"{name_of(runner.axes)}-t{tile}-h{heads[0]}x{heads[1]}"
                 measure(**{name: {"worst": error, "lse": lse}})
-                if not (error <= limit and lse <= LSE_LIMIT):
+                if not (error <= limit and lse <= LSE_LIMIT[runner.axes["dtype"]]):
                     wrong[name] = (error, lse)
     assert wrong == {}
 
@@ -107,7 +108,8 @@ def test_what_the_plan_chooses_agrees(
         p = make(runner.axes, lengths, (4, 2))
         error, lse = check(runner, p, kv_chunk=chunk)
         measure(**{name_of(runner.axes): {"worst": error, "lse": lse}})
-        assert error <= (SPLIT_LIMIT if chunk else LIMIT)[runner.axes["dtype"]] and lse <= LSE_LIMIT
+        dtype = runner.axes["dtype"]
+        assert error <= (SPLIT_LIMIT if chunk else LIMIT)[dtype] and lse <= LSE_LIMIT[dtype]
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.5, 3.0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -143,6 +143,11 @@ class Runner:
         return out
 
 
+def on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The same on the host, where a row after the other is looked at without waiting for a device."""
+    return {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in tensors.items()}
+
+
 def oracle(p: Problem) -> Selected:
     return regions(p.scores, p.top_k, chunk=p.chunk, max_len=p.max_len, **p.call)
 
@@ -158,6 +163,7 @@ def wrong(p: Problem, out: Mapping[str, torch.Tensor]) -> str:
     Deterministic output is the oracle's, bit for bit. Else a row's scores are those of the oracle in some order, and every
     index is one that has the score beside it.
     """
+    p, out = replace(p, scores=p.scores.cpu(), call=on_host(p.call)), on_host(out)
     expected = oracle(p)
     if p.axes["deterministic"]:
         names = [name for name, written in out.items() if not same_bits(written, getattr(expected, name))]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from gpu.topk_regions_problems import DTYPES, POISON, SMEM
+from gpu.topk_regions_problems import DTYPES, POISON, SMEM, on_host
 
 from kernseal.kernels.topk_regions.reference import keys
 from kernseal.kernels.topk_varlen.reference import decode, row_lengths
@@ -103,6 +103,7 @@ def outputs(p: Problem) -> dict[str, torch.Tensor]:
 
 def wrong(p: Problem, out: dict[str, torch.Tensor]) -> str:
     """What is wrong with a launch's output, or nothing: each row has the oracle's scores in some order, each index once."""
+    p, out = replace(p, scores=p.scores.cpu(), seq_lens=p.seq_lens.cpu()), on_host(out)
     expected, values = decode(p.scores[:, : p.max_len], p.seq_lens, p.top_k, **p.call)
     for r in range(p.scores.shape[0]):
         found, wanted = out["indices"][r].long(), expected[r].long()

@@ -71,7 +71,7 @@ template <class T> class Memory {
 
 using Gdn = kernseal::Prepared<kernseal::GdnPrefill>;
 
-inline Gdn prepare(const kernseal::Bundle &bundle, int device) {
+inline kseal_gdn_prefill_config gdn_config(int device) {
     auto config = kernseal::GdnPrefill::config();
     config.device = device;
     config.dtype = KSEAL_DTYPE_BF16;
@@ -79,8 +79,10 @@ inline Gdn prepare(const kernseal::Bundle &bundle, int device) {
     config.state_layout = KSEAL_STATE_LAYOUT_HVK;
     config.index_dtype = KSEAL_DTYPE_I64;
     config.initial_state = config.alpha = config.beta = 1;
-    return bundle.prepare<kernseal::GdnPrefill>(config);
+    return config;
 }
+
+inline Gdn prepare(const kernseal::Bundle &bundle, int device) { return bundle.prepare<kernseal::GdnPrefill>(gdn_config(device)); }
 
 // One token that moves column 0 of the state, in place, by 1/8192 of what is missing to `value`: every launch leaves another
 // state, and the state after n launches depends on n and `value` alone.
