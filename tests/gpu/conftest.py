@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from gpu.bundles import ALL, BUNDLES, folder, open_by_name
 from gpu.provenance import provenance
 
 _measured: dict[str, Any] = {}
+_outcomes: dict[str, Counter[str]] = {}
+"""How the tests of each file ended."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,6 +75,12 @@ def measure(request: pytest.FixtureRequest) -> Callable[..., None]:
     return keep
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        file = Path(report.nodeid.partition("::")[0]).name
+        _outcomes.setdefault(file, Counter())[report.outcome] += 1
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """What a worker of pytest-xdist measured."""
@@ -90,6 +99,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
             **provenance(),
             "exit": int(exitstatus),
             "tests": session.testscollected,
+            "outcomes": _outcomes,
             "measured": _measured,
         }
         Path(target).write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")

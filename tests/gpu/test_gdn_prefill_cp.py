@@ -132,7 +132,7 @@ def index(values: list[int], case: Case) -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk_len", [0, 64, 128, 1 << 20])
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_one_sequence(bundle: Any, tokens: int, chunk_len: int, measure: Any) -> None:
+def test_one_sequence_in_chunks(bundle: Any, tokens: int, chunk_len: int, measure: Any) -> None:
     case = Case(lengths=(tokens,))
     check(case, run(bundle, case, chunk_len=chunk_len), measure)
 
@@ -140,7 +140,7 @@ def test_one_sequence(bundle: Any, tokens: int, chunk_len: int, measure: Any) ->
 @pytest.mark.parametrize("initial_state", [True, False], ids=["init", "zero"])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("lengths", [RAGGED, (2048,), (700, 0, 1500)], ids=str)
-def test_head_counts(
+def test_head_counts_in_chunks(
     bundle: Any, heads: tuple[int, int, int], lengths: tuple[int, ...], initial_state: bool, measure: Any
 ) -> None:
     case = Case(lengths=lengths, heads=heads, initial_state=initial_state)
@@ -148,7 +148,7 @@ def test_head_counts(
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_every_variant(bundle: Any, case: Case, measure: Any) -> None:
+def test_every_variant_in_chunks(bundle: Any, case: Case, measure: Any) -> None:
     for chunk_len in (0, 64):
         check(case, run(bundle, case, chunk_len=chunk_len), measure, chunk_len=chunk_len)
 

@@ -72,7 +72,7 @@ def test_logits_agree_with_the_oracle(bundle: Any, variants: list[Axes], measure
     assert wrong == {}
 
 
-def test_long_sequences(runner: Runner, axes: Axes, measure: Measure) -> None:
+def test_logits_of_long_sequences(runner: Runner, axes: Axes, measure: Measure) -> None:
     p = make(axes, [131072, 65535, 1, 100_001])
     error = worst_row(p, runner.run(p))
     measure(worst=error)
