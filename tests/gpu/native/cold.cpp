@@ -49,6 +49,8 @@ struct Others {
         auto config = kernseal::GdnDecode::config();
         config.device = 0;
         config.tokens = 1;
+        config.index_dtype = KSEAL_DTYPE_I32;
+        config.qk_l2norm = config.update_state = 1;
         config.wide = 0;
         config.tile_v = 16;
         return config;
@@ -57,6 +59,7 @@ struct Others {
     static kseal_xqa_decode_config full_config() {
         auto config = kernseal::XqaDecode::config();
         config.device = 0;
+        config.dtype = config.kv_dtype = config.out_dtype = KSEAL_DTYPE_BF16;
         config.head_dim = 128;
         config.group_size = 8;
         config.page_size = 16;
