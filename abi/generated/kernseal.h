@@ -457,9 +457,11 @@ typedef struct kseal_gdn_prefill_args {
     int64_t v_token_stride;
     /* As above for o; 0 means H*D. In elements. */
     int64_t o_token_stride;
-    /* Distance between pool rows of initial_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements. */
+    /* Distance between pool rows of initial_state; 0 means H*D*D. Pooled only; a multiple of 16 bytes, on SM100
+     * and SM103 of 128 elements. In elements. */
     int64_t initial_state_stride;
-    /* Distance between pool rows of final_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements. */
+    /* Distance between pool rows of final_state; 0 means H*D*D. Pooled only; a multiple of 16 bytes, on SM100
+     * and SM103 of 128 elements. In elements. */
     int64_t final_state_stride;
     /* [T, Hq, D] of dtype, 16-byte aligned. */
     const void *q;
@@ -625,9 +627,11 @@ typedef struct kseal_gdn_prefill_cp_args {
     int64_t v_token_stride;
     /* As above for o; 0 means H*D. In elements. */
     int64_t o_token_stride;
-    /* Distance between pool rows of initial_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements. */
+    /* Distance between pool rows of initial_state; 0 means H*D*D. Pooled only; a multiple of 16 bytes. In
+     * elements. */
     int64_t initial_state_stride;
-    /* Distance between pool rows of final_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements. */
+    /* Distance between pool rows of final_state; 0 means H*D*D. Pooled only; a multiple of 16 bytes. In
+     * elements. */
     int64_t final_state_stride;
     /* [T, Hq, D] of dtype, 16-byte aligned. */
     const void *q;

@@ -11,7 +11,8 @@
 
 #define D LIMIT(HEAD_DIM)
 #define CHECKPOINT_UNIT 64   /* tokens of one step of the recurrence: states exist at its ends only */
-#define STRIDE_UNIT 128      /* elements that every stride is a multiple of; compiled into the kernels */
+#define STRIDE_UNIT 128      /* elements that strides of tokens are a multiple of; compiled into the kernels */
+#define ROW_UNIT_BYTES 16    /* that strides of pool rows are a multiple of, likewise */
 #define INDEX_BITS 31        /* the kernels index with int32 */
 #define INDEX_END ((int64_t)1 << INDEX_BITS)
 #define TOKEN_STRIDE_END ((int64_t)1 << 39) /* a tensor map holds strides below 2^40 bytes; elements have two */
@@ -64,8 +65,13 @@ static inline kseal_status check_checkpoint_rows(const args_t *a, const struct p
     return KSEAL_OK;
 }
 
-static inline kseal_status check_stride(const char *name, int64_t given, int64_t dense, int64_t end, int64_t *stride) {
-    CHECK(kseal_check_stride(OP, name, given, dense, STRIDE_UNIT, stride));
+/* Elements of a state in ROW_UNIT_BYTES. */
+static inline int32_t row_unit_of(uint32_t state_dtype) {
+    return ROW_UNIT_BYTES / (state_dtype == KSEAL_DTYPE_F32 ? (int32_t)sizeof(float) : (int32_t)sizeof(uint16_t));
+}
+
+static inline kseal_status check_stride(const char *name, int64_t given, int64_t dense, int32_t unit, int64_t end, int64_t *stride) {
+    CHECK(kseal_check_stride(OP, name, given, dense, unit, stride));
     if (*stride >= end)
         REFUSE(KSEAL_OVERFLOW, "%s is %lld; it must be below %lld", name, (long long)given, (long long)end);
     return KSEAL_OK;
@@ -75,15 +81,18 @@ static inline kseal_status check_row_stride(const char *name, int64_t given, con
     if (!p->pooled)
         CHECK(kseal_check_zero(OP, name, given, SINCE(p, pooled)));
     int64_t end = ADDRESS_END / (p->pooled ? p->args->pool_rows : 1);
-    return check_stride(name, given, (int64_t)p->heads * D * D, end, stride);
+    return check_stride(name, given, (int64_t)p->heads * D * D, p->row_unit, end, stride);
+}
+
+static inline kseal_status check_token_stride(const char *name, int64_t given, int32_t heads, int64_t *stride) {
+    return check_stride(name, given, (int64_t)heads * D, STRIDE_UNIT, TOKEN_STRIDE_END, stride);
 }
 
 static inline kseal_status check_strides(const args_t *a, struct problem *p) {
-    int64_t end = TOKEN_STRIDE_END;
-    CHECK(check_stride("q_token_stride", a->q_token_stride, (int64_t)a->num_q_heads * D, end, &p->q_stride));
-    CHECK(check_stride("k_token_stride", a->k_token_stride, (int64_t)a->num_k_heads * D, end, &p->k_stride));
-    CHECK(check_stride("v_token_stride", a->v_token_stride, (int64_t)a->num_v_heads * D, end, &p->v_stride));
-    CHECK(check_stride("o_token_stride", a->o_token_stride, (int64_t)p->heads * D, end, &p->o_stride));
+    CHECK(check_token_stride("q_token_stride", a->q_token_stride, a->num_q_heads, &p->q_stride));
+    CHECK(check_token_stride("k_token_stride", a->k_token_stride, a->num_k_heads, &p->k_stride));
+    CHECK(check_token_stride("v_token_stride", a->v_token_stride, a->num_v_heads, &p->v_stride));
+    CHECK(check_token_stride("o_token_stride", a->o_token_stride, p->heads, &p->o_stride));
     CHECK(check_row_stride("initial_state_stride", a->initial_state_stride, p, &p->initial_stride));
     return check_row_stride("final_state_stride", a->final_state_stride, p, &p->final_stride);
 }

@@ -14,6 +14,7 @@ struct problem {
     int64_t q_stride, k_stride, v_stride, o_stride, initial_stride, final_stride;
     uint32_t workspace_bytes;
     uint32_t index_size; /* bytes of an element of every index array, and so its alignment */
+    int32_t row_unit;    /* elements that strides of pool rows are a multiple of */
 };
 
 #include "gdn_prefill/common.h"
@@ -74,8 +75,11 @@ static kseal_status validate(const struct kseal_handle *handle, const args_t *a,
         .checkpoints = axes[KSEAL_GDN_PREFILL_AXIS_CHECKPOINTS] != 0,
         .heads = (int32_t)at_least(a->num_q_heads, a->num_v_heads),
         .workspace_bytes = (uint32_t)workspace_bytes(handle),
+        .row_unit = row_unit_of(axes[KSEAL_GDN_PREFILL_AXIS_STATE_DTYPE]),
         .index_size = axes[KSEAL_GDN_PREFILL_AXIS_INDEX_DTYPE] == KSEAL_DTYPE_I64 ? sizeof(int64_t) : sizeof(int32_t),
     };
+    if (class_of(handle)->builder == KSEAL_GDN_PREFILL_BUILDER_BLACKWELL)
+        p->row_unit = STRIDE_UNIT;
     CHECK(check_heads(a, class_of(handle)->gqa != 0));
     CHECK(check_counts(a, p));
     CHECK(check_sizes(a, p));

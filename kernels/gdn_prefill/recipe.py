@@ -55,10 +55,11 @@ def indices(axes: Mapping[str, Any]) -> Any:
     return vector(dtype, dtype.width // 8)
 
 
-def state(axes: Mapping[str, Any]) -> Any:
-    """[rows, H, V, K] in the layout of the variant; rows may be padded to a multiple of 128 elements."""
-    inner = INNER_STRIDES[axes["state_layout"]]
-    return fake(CUTLASS[axes["state_dtype"]], (i32(), i32(), D, D), (i64(D), *inner))
+def state(axes: Mapping[str, Any], divisibility: int = 0) -> Any:
+    """[rows, H, V, K] in the layout of the variant; rows may be padded to so many elements, else to 16 bytes."""
+    dtype = CUTLASS[axes["state_dtype"]]
+    unit = divisibility or 16 * 8 // dtype.width
+    return fake(dtype, (i32(), i32(), D, D), (i64(unit), *INNER_STRIDES[axes["state_layout"]]))
 
 
 def delta_rule(
@@ -169,10 +170,10 @@ def blackwell(
         gate(),
         heads(),
         indices(axes),
-        state(axes) if init else None,
-        state(axes),
+        state(axes, D) if init else None,
+        state(axes, D),
         indices(axes) if pooled else None,
-        state(axes) if ckpt else None,
+        state(axes, D) if ckpt else None,
         indices(axes) if ckpt else None,
         indices(axes) if pooled else None,
         None,

@@ -74,6 +74,7 @@ struct problem {
     const class_t *class;
     bool initial_state, pooled, checkpoints;
     uint32_t index_size; /* bytes of an element of every index array, and so its alignment */
+    int32_t row_unit;    /* elements that strides of pool rows are a multiple of */
     int32_t tokens, heads, seqs, state_rows;
     int32_t chunk_len, t_blocks, max_t_blocks, chunks, max_chunks;
     int64_t q_stride, k_stride, v_stride, o_stride, initial_stride, final_stride;
@@ -155,6 +156,7 @@ static kseal_status size(const struct kseal_handle *handle, const args_t *a, str
         .initial_state = axes[KSEAL_GDN_PREFILL_CP_AXIS_INITIAL_STATE] != 0,
         .pooled = axes[KSEAL_GDN_PREFILL_CP_AXIS_POOLED] != 0,
         .checkpoints = axes[KSEAL_GDN_PREFILL_CP_AXIS_CHECKPOINTS] != 0,
+        .row_unit = row_unit_of(axes[KSEAL_GDN_PREFILL_CP_AXIS_STATE_DTYPE]),
         .index_size = axes[KSEAL_GDN_PREFILL_CP_AXIS_INDEX_DTYPE] == KSEAL_DTYPE_I64 ? sizeof(int64_t) : sizeof(int32_t),
         .heads = (int32_t)at_least(a->num_q_heads, a->num_v_heads),
     };

@@ -251,9 +251,11 @@ def indices(axes: Mapping[str, Any]) -> Any:
 
 
 def state(axes: Mapping[str, Any]) -> Any:
-    """[rows, H, V, K] in the layout of the variant; rows may be padded to a multiple of 128 elements."""
-    inner = INNER_STRIDES[axes["state_layout"]]
-    return fake(CUTLASS[axes["state_dtype"]], (i32(), i32(), D, D), (i64(D), *inner))
+    """[rows, H, V, K] in the layout of the variant; rows may be padded to a multiple of 16 bytes."""
+    dtype = CUTLASS[axes["state_dtype"]]
+    return fake(
+        dtype, (i32(), i32(), D, D), (i64(16 * 8 // dtype.width), *INNER_STRIDES[axes["state_layout"]])
+    )
 
 
 def pipeline(upstream_class: Any, axes: Mapping[str, Any]) -> Pipeline:

@@ -73,8 +73,11 @@ def random_problem(rng: random.Random, axes: Axes, gqa: bool, workspace_bytes: i
         f"{n}_token_stride": rng.choice([0, s, s + 128 * rng.randrange(1, 50)]) for n, s in dense.items()
     }
     if pooled:
+        unit = (
+            (4 if axes["state_dtype"] == "f32" else 8) if gqa else 128
+        )  # the classes with gqa go by 16 bytes
         for name in ("initial_state_stride", "final_state_stride"):
-            strides[name] = rng.choice([0, h * D * D, h * D * D + 128 * rng.randrange(1, 999)])
+            strides[name] = rng.choice([0, h * D * D, h * D * D + unit * rng.randrange(1, 999)])
     wanted = dict.fromkeys(("q", "k", "v", "o", "final_state"), 16) | {"cu_seqlens": 8, "workspace": 128}
     wanted |= {n: 16 for n in ("alpha", "beta", "initial_state", "checkpoints") if axes[n]}
     if pooled:

@@ -569,9 +569,9 @@ pub struct kseal_gdn_prefill_args {
     pub v_token_stride: i64,
     /// As above for o; 0 means H*D. In elements.
     pub o_token_stride: i64,
-    /// Distance between pool rows of initial_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements.
+    /// Distance between pool rows of initial_state; 0 means H*D*D. Pooled only; a multiple of 16 bytes, on SM100 and SM103 of 128 elements. In elements.
     pub initial_state_stride: i64,
-    /// Distance between pool rows of final_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements.
+    /// Distance between pool rows of final_state; 0 means H*D*D. Pooled only; a multiple of 16 bytes, on SM100 and SM103 of 128 elements. In elements.
     pub final_state_stride: i64,
     /// \[T, Hq, D\] of dtype, 16-byte aligned.
     pub q: *const c_void,
@@ -754,9 +754,9 @@ pub struct kseal_gdn_prefill_cp_args {
     pub v_token_stride: i64,
     /// As above for o; 0 means H*D. In elements.
     pub o_token_stride: i64,
-    /// Distance between pool rows of initial_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements.
+    /// Distance between pool rows of initial_state; 0 means H*D*D. Pooled only; a multiple of 16 bytes. In elements.
     pub initial_state_stride: i64,
-    /// Distance between pool rows of final_state; 0 means H*D*D. Pooled only; a multiple of 128. In elements.
+    /// Distance between pool rows of final_state; 0 means H*D*D. Pooled only; a multiple of 16 bytes. In elements.
     pub final_state_stride: i64,
     /// \[T, Hq, D\] of dtype, 16-byte aligned.
     pub q: *const c_void,

@@ -94,8 +94,8 @@ REFUSED(state_stride_without_a_pool, "packed", KSEAL_INVALID_ARGUMENT, a.final_s
 REFUSED(initial_state_stride_without_a_pool, "packed", KSEAL_INVALID_ARGUMENT, a.initial_state_stride = 131072,
         "initial_state_stride is 131072")
 REFUSED(row_stride_below_dense, "pooled", KSEAL_INVALID_ARGUMENT, a.initial_state_stride = 128, "initial_state_stride is 128")
-REFUSED(row_stride_off_by_some_elements, "pooled", KSEAL_MISALIGNED, a.final_state_stride = 131072 + 4,
-        "final_state_stride is 131076")
+REFUSED(row_stride_off_by_some_elements, "pooled", KSEAL_MISALIGNED, a.final_state_stride = 131072 + 2,
+        "final_state_stride is 131074", "multiple of")
 REFUSED(pool_beyond_64_bits, "pooled", KSEAL_OVERFLOW, a.final_state_stride = (int64_t)1 << 59, "final_state_stride is")
 
 /* pointers: null, where null is not allowed */
