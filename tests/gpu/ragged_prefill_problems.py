@@ -121,8 +121,9 @@ def make(
 class Runner:
     """One prepared variant."""
 
-    def __init__(self, bundle: Any, axes: Mapping[str, Any]) -> None:
-        self.axes = axes
+    def __init__(self, bundle: Any, axes: Mapping[str, Any], scratch: int = SCRATCH) -> None:
+        """``scratch``: bytes, where sequences are cut into parts of a fixed length."""
+        self.axes, self.scratch = axes, scratch
         self.op = bundle.prepare("ragged_prefill", **axes)
 
     def arguments(self, p: Problem, **changes: Any) -> dict[str, Any]:
@@ -143,7 +144,7 @@ class Runner:
         }
         size = self.op.plan(**args)
         # With parts of a fixed length the size for all lengths with these totals is far from what they need.
-        scratch = SCRATCH if args.get("kv_chunk", 0) > 0 else self.op.workspace_size(**args)
+        scratch = self.scratch if args.get("kv_chunk", 0) > 0 else self.op.workspace_size(**args)
         plan = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, pin_memory=True)
         workspace = torch.full((scratch,), 0xFF, dtype=torch.uint8, device="cuda")
         return {

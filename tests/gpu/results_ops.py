@@ -1,6 +1,7 @@
 """Turns the reports of ``run_all.sh`` into the results page of the ops besides GDN prefill and XQA.
 
-``PYTHONPATH=tests python -m gpu.results_ops build/gpu > docs/results-sparse-and-decode.md``
+``PYTHONPATH=tests python -m gpu.results_ops build/gpu > docs/results-sparse-and-decode.md``. What has to be said about a run
+stands in ``notes.md`` beside its reports.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gpu.results_xqa import BUNDLES, of_bundle
 
 INTRODUCTION = """# Sparse attention, top-k, ragged prefill and GDN decode: what was run, where, with what result
 
-Made by `python -m gpu.results_ops` from the reports of `tests/gpu/run_all.sh`; no number below is typed by hand.
+Made by `python -m gpu.results_ops` from the reports of `tests/gpu/run_all.sh`; no number above the notes is typed by hand.
 What says SM120 is the same source built for sm_90a. The attention of QSA and the paged MQA logits of SM100 need tcgen05,
 which Hopper lacks: they are compiled and inspected, their launches are compared byte for byte with those of CuTe's own host
 objects in the CPU tests, and they were not run. QSA's metadata kernels ran as the SM100 source built for sm_90a.
@@ -119,13 +120,14 @@ def sanitizers(folder: Path) -> str:
             if found:
                 cells = [found[tool]["findings"] if tool in found else "-" for tool in tools]
                 rows.append([f"`{op}`", words, max(r["calls"] for r in found.values()), *cells])
-    text = "\n## compute-sanitizer\n\nFindings; a dash: not run on this bundle.\n\n"
+    text = "\n## compute-sanitizer\n\nFindings; a dash: did not run to its end on this bundle.\n\n"
     return text + table(["op", "bundle", "calls", *tools], rows)
 
 
 def page(folder: Path) -> str:
-    report = json.loads((folder / "tests.json").read_text())
-    return INTRODUCTION + outcomes(report) + accuracy(report) + GUARANTEES + sanitizers(folder)
+    report, notes = json.loads((folder / "tests.json").read_text()), folder / "notes.md"
+    said = f"\n## Notes\n\n{notes.read_text()}" if notes.is_file() else ""
+    return INTRODUCTION + outcomes(report) + accuracy(report) + GUARANTEES + sanitizers(folder) + said
 
 
 if __name__ == "__main__":

@@ -103,9 +103,19 @@ def bitwise(report: Mapping[str, Any]) -> str:
 
 
 def sanitizers(report: Mapping[str, Any]) -> str:
-    rows = [[run["tool"], BUNDLES[run["bundle"]], run["calls"], run["findings"]] for run in report["runs"]]
+    rows = [
+        [run["tool"], BUNDLES[run["bundle"]], run["calls"], run["findings"], commit_of(run, report)]
+        for run in report["runs"]
+    ]
     note = "\nThe output tensor is filled before the call: initcheck does not follow bulk tensor stores.\n"
-    return "\n## compute-sanitizer\n\n" + table(["tool", "bundle", "calls", "findings"], rows) + note
+    return (
+        "\n## compute-sanitizer\n\n" + table(["tool", "bundle", "calls", "findings", "commit"], rows) + note
+    )
+
+
+def commit_of(run: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """Of one run of a tool: reports may have been merged."""
+    return f"`{run.get('commit', report['commit'])[:7]}`"
 
 
 def speed(report: Mapping[str, Any]) -> str:

@@ -9,6 +9,8 @@ out=${OUT:-build/gpu}
 mkdir -p "$out"
 python=${PYTHON:-python3}
 export PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# Oracles run on the host. With a thread for each processor in every process, processes that run side by side wait for one another.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 sanitizers="sanitizer sanitizer_xqa sanitizer_mla sanitizer_cp sanitizer_gdn_decode sanitizer_ragged sanitizer_mqa sanitizer_topk sanitizer_varlen sanitizer_qsa"
 steps=${*:-tests $sanitizers bench bench_xqa bench_cp bench_launch}
 failed=0

@@ -17,13 +17,15 @@ from gpu.ragged_prefill_problems import Runner, axes_of, make, oracle, unseen_ar
 
 LENGTHS = [(1, 1), (0, 3), (17, 65), (40, 20), (3, 0), (65, 130), (2, 300)]
 LIMIT = {"bf16": 1.2e-2, "f16": 2e-3}
+SCRATCH = 64 << 20
+"""The tools keep some bytes for each byte of the device."""
 
 
 def main() -> None:
     calls = 0
     with open_by_name(sys.argv[1]) as bundle:
         for axes in [axes_of(v) for v in bundle.variants() if v.op == "ragged_prefill"]:
-            p, runner = make(axes, LENGTHS, (6, 2)), Runner(bundle, axes)
+            p, runner = make(axes, LENGTHS, (6, 2)), Runner(bundle, axes, SCRATCH)
             p.q, p.k, p.v = p.q[: p.qo[-1]].clone(), p.k[: p.kv[-1]].clone(), p.v[: p.kv[-1]].clone()
             expected = oracle(p)[0]
             for tile in (16, 64, 128) if axes["v_dim"] <= 128 else (16, 64):

@@ -1,6 +1,7 @@
 """From the log of the four compute-sanitizer tools to a report: ``python -m gpu.sanitizer_report LOG JSON``.
 
-Fails unless every tool ran to its end, on every bundle, with zero findings.
+Fails unless every tool ran to its end, on every bundle, with zero findings. ``--merge JSON REPORT...`` makes one of several:
+what a later report has run to its end counts instead of an earlier one's, and each run says its commit.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +36,35 @@ def parse(log: str) -> list[dict[str, Any]]:
     return runs
 
 
+def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of several reports about one program, earliest first."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for report in reports:
+        for run in report["runs"]:
+            key = run["bundle"], run["tool"]
+            if run["calls"] or key not in found:
+                found[key] = {"commit": report["commit"], **run}
+    return {**reports[-1], "runs": list(found.values()), "clean": all(map(clean, found.values()))}
+
+
+def clean(run: Mapping[str, Any]) -> bool:
+    return run["findings"] == 0 and bool(run["calls"]) and run["exit"] == 0
+
+
 def main() -> None:
+    if sys.argv[1] == "--merge":
+        reports = [json.loads(Path(name).read_text()) for name in sys.argv[3:]]
+        Path(sys.argv[2]).write_text(json.dumps(merged(reports), indent=1, sort_keys=True) + "\n")
+        return
     log, target = map(Path, sys.argv[1:])
     runs = parse(log.read_text())
-    clean = bool(runs) and all(r["findings"] == 0 and r["calls"] and r["exit"] == 0 for r in runs)
-    report = {**provenance(), "clean": clean, "runs": runs}
+    report = {**provenance(), "clean": bool(runs) and all(map(clean, runs)), "runs": runs}
     target.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
     for r in runs:
         print(
             f"{r['tool']:10} {r['bundle']:14} findings {r['findings']}, calls {r['calls']}, exit {r['exit']}"
         )
-    raise SystemExit(0 if clean else 1)
+    raise SystemExit(0 if report["clean"] else 1)
 
 
 if __name__ == "__main__":

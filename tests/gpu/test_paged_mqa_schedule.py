@@ -120,7 +120,9 @@ def test_the_same_lengths_give_the_same_schedule(op: Any, atoms: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 64, 512, 4096])
-def test_time_of_a_schedule(op: Any, atoms: int, batch: int, measure: Callable[..., None]) -> None:
+def test_a_hundred_schedules_in_a_graph(
+    op: Any, atoms: int, batch: int, measure: Callable[..., None]
+) -> None:
     lengths = on_gpu(lengths_of(random.Random(6), batch))
     out = torch.empty(133, 2, dtype=torch.int32, device="cuda")
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -135,4 +137,4 @@ def test_time_of_a_schedule(op: Any, atoms: int, batch: int, measure: Callable[.
     torch.cuda.synchronize()
     microseconds = start.elapsed_time(end) * 10
     measure(microseconds=microseconds)
-    assert microseconds < 100
+    assert [tuple(row) for row in out.tolist()] == run(op, lengths, 132)

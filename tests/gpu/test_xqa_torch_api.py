@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -219,18 +217,3 @@ def test_flashinfers_own_callers_get_the_same_bits(bundle: Any) -> None:
         torch.cuda.synchronize()
     assert same(found, expected)
     assert flashinfer.xqa is flashinfer.decode.xqa is theirs
-
-
-def test_host_time_of_a_call(measure: Callable[..., None]) -> None:
-    p = make(full(PLAIN), SPLIT)
-    args = arguments(p)
-    xqa(**args)
-    rounds = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(200):
-            xqa(**args)
-        rounds.append((time.perf_counter() - begin) / 200 * 1e6)
-    torch.cuda.synchronize()
-    measure(microseconds=round(min(rounds), 2))
