@@ -18,7 +18,7 @@ import pkgutil
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -32,6 +32,8 @@ Function = Callable[..., Any]
 
 PACKAGE = "flashinfer"
 MISSING = ("raise", "fall_through")
+COMPILERS = ("cutlass",)
+"""CuTe DSL: modules of FlashInfer import it at their top, and a bundle needs none of it."""
 _PIN = re.compile(r"pkg:pypi/flashinfer-python@([^#]+)")
 
 _lock = threading.RLock()
@@ -68,8 +70,8 @@ def install(
     """Let ``bundle`` serve a device, and replace FlashInfer's functions under every name that FlashInfer has for them.
 
     Install before the code that uses FlashInfer is imported: a name that this code has taken already is its own.
-    Where a module of FlashInfer cannot be imported because a compiler of its kernels is not there, one with kernseal's
-    functions alone stands in for it.
+    Where a module of FlashInfer cannot be imported because CuTe DSL is not there, one with kernseal's functions alone
+    stands in for it, and for the packages above it that need CuTe DSL as well.
 
     Args:
         bundle: an open bundle; the caller closes it, after ``uninstall``.
@@ -82,7 +84,7 @@ def install(
             them: ``kv_splits=-1``.
 
     Raises:
-        Missing: FlashInfer is not installed.
+        Missing: FlashInfer is not installed, or lacks something else that it needs.
         Unsupported: it is another version, or lacks a function that is to be replaced.
         InvalidArgument: ``missing`` is something else, or no function takes a keyword.
     """
@@ -123,44 +125,53 @@ class _Installation:
         self._undo: list[Callable[[], None]] = [stop_serving]
         self._missing = missing
         self._keywords = keywords
-        self._made: dict[Function, Function] = {}
+        self._made: dict[Function, list[Function]] = {}
         self._stand_ins: list[ModuleType] = []
 
     def replace(self, name: str, attribute: str, function: Function) -> None:
         module = self._module(name)
         theirs = getattr(module, attribute, None)
-        known = self._made.get(function)
-        if theirs is None and known is None and module not in self._stand_ins:
+        made = self._made.setdefault(function, [])
+        if theirs is None and not made and module not in self._stand_ins:
             raise Unsupported(f"{name} has no {attribute}; this FlashInfer is not one that kernseal replaces")
         if theirs is None:
-            ours = self._made[function] = known or self._with_keywords(function)
-            setattr(module, attribute, ours)
-            self._undo.append(lambda: delattr(module, attribute))
-        elif theirs is not known:
+            if not made:
+                made.append(self._with_keywords(function))
+            self._undo.append(_put(module, attribute, made[-1]))
+        elif all(theirs is not ours for ours in made):
             ours = self._with_keywords(function)
             if self._missing == "fall_through":
                 ours = _fall_through(ours, theirs)
-            elif known is not None:  # what takes the place of two is two: each name finds its own way back
+            elif made:  # what takes the place of two is two: each name finds its own way back
                 ours = functools.partial(ours)
-            self._made[function] = ours
+            made.append(ours)
             rename(theirs, ours)
             self._undo.append(lambda: rename(ours, theirs))
 
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()()
+        if self._stand_ins:
+            # What was imported from one meanwhile has no function of FlashInfer's to go back to.
+            _forget([function for made in self._made.values() for function in made])
 
     def _module(self, name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            lacking = error.name if isinstance(error, ModuleNotFoundError) else None
-            if lacking is None or lacking.partition(".")[0] == PACKAGE:
+            lacking = (error.name or PACKAGE).partition(".")[0]
+            if lacking == PACKAGE:
                 expected = "this FlashInfer is not one that kernseal replaces"
                 raise Unsupported(f"{name}: {error}; {expected}") from None
-        made = _stand_in(name)
+            if lacking not in COMPILERS or not isinstance(error, ModuleNotFoundError):
+                raise Missing(f"{name}: cannot be imported ({error})") from error
+        package, _, last = name.rpartition(".")
+        parent = self._module(package)
+        made = ModuleType(name, "Stands in for a module of FlashInfer whose compilers are not installed.")
         self._stand_ins.append(made)
-        self._undo.append(lambda: _remove(made))
+        sys.modules[name] = made
+        self._undo.append(lambda: sys.modules.__delitem__(name))
+        self._undo.append(_put(parent, last, made))
         return made
 
     def _with_keywords(self, function: Function) -> Function:
@@ -227,15 +238,23 @@ def rename(old: object, new: object) -> None:
                     setattr(module, attribute, new)
 
 
-def _stand_in(name: str) -> ModuleType:
-    parent, _, last = name.rpartition(".")
-    made = ModuleType(name, "Stands in for a module of FlashInfer whose compilers are not installed.")
-    sys.modules[name] = made
-    setattr(importlib.import_module(parent), last, made)
-    return made
+def _put(module: ModuleType, attribute: str, value: object) -> Callable[[], None]:
+    """Set an attribute, and return what takes that back."""
+    if attribute in vars(module):
+        undo = functools.partial(setattr, module, attribute, vars(module)[attribute])
+    else:
+        undo = functools.partial(delattr, module, attribute)
+    setattr(module, attribute, value)
+    return undo
 
 
-def _remove(made: ModuleType) -> None:
-    parent, _, last = made.__name__.rpartition(".")
-    del sys.modules[made.__name__]
-    delattr(sys.modules[parent], last)
+def _forget(functions: Sequence[Function]) -> None:
+    """Let modules of FlashInfer that have one of the functions be imported anew."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != PACKAGE or not isinstance(module, ModuleType):
+            continue
+        if any(value is function for value in vars(module).values() for function in functions):
+            package, _, last = name.rpartition(".")
+            del sys.modules[name]
+            if vars(sys.modules.get(package, module)).get(last) is module:
+                delattr(sys.modules[package], last)

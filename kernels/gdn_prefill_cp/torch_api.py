@@ -164,9 +164,13 @@ def cp_delta_rule(
         )
 
 
+_PLACE = "flashinfer.gdn_kernels"
+_FUNCTIONS = {f"cp_delta_rule_dsl_{sm}": cp_delta_rule for sm in ("sm90", "sm120")}
 REPLACES = {
-    f"flashinfer.gdn_kernels.delta_rule_dsl.delta_rule_cp_{sm}": {f"cp_delta_rule_dsl_{sm}": cp_delta_rule}
-    for sm in ("sm90", "sm120")
+    f"{_PLACE}.delta_rule_dsl.delta_rule_cp_sm90": {"cp_delta_rule_dsl_sm90": cp_delta_rule},
+    f"{_PLACE}.delta_rule_dsl.delta_rule_cp_sm120": {"cp_delta_rule_dsl_sm120": cp_delta_rule},
+    f"{_PLACE}.delta_rule_dsl": _FUNCTIONS,  # None in both without CuTe DSL
+    _PLACE: _FUNCTIONS,
 }
 """What stands where in FlashInfer; see ``kernseal.loader.flashinfer``."""
 

@@ -22,13 +22,24 @@ from kernseal.loader.errors import InvalidArgument, Missing, NotPrepared, Unsupp
 from kernseal.loader.flashinfer import install, installed, uninstall  # noqa: E402
 
 DEVICE = 5
+NO_DSL = "raise ModuleNotFoundError(\"No module named 'cutlass'\", name='cutlass')\n"
 FILES = {
     "__init__.py": "__version__ = '9.8.7'\nfrom .add import add as add\nfrom . import users\n",
     "add.py": "def add(a, b):\n    return f'theirs {a}+{b}'\n",
     "users.py": "from .add import add as plus\ndef use(a, b):\n    return plus(a, b)\n",
     "late.py": "from .add import add\n",
-    "compiled.py": "import a_compiler_that_is_not_there\ndef mul(a, b):\n    pass\n",
+    "compiled.py": f"{NO_DSL}def mul(a, b):\n    pass\n",
+    "compiled_user.py": "from .compiled import mul as times\n",
     "broken.py": "import flashinfer.nothing\n",
+    "lacking.py": "import a_library_that_is_not_there\n",
+    "unloadable.py": "raise ImportError('libcuda.so.1: cannot open', name='cutlass._mlir')\n",
+    "failing.py": "raise RuntimeError('cutlass found no device')\n",
+    "optional/__init__.py": "try:\n    from .dsl import mul\nexcept ImportError:\n    mul = None\n",
+    "optional/dsl.py": f"{NO_DSL}def mul(a, b):\n    pass\n",
+    "tasks/__init__.py": "from .helpers.dsl import nothing\nfrom .metadata import mul\n",
+    "tasks/helpers/__init__.py": "",
+    "tasks/helpers/dsl.py": f"{NO_DSL}nothing = 0\n",
+    "tasks/metadata.py": "def mul(a, b):\n    pass\n",
 }
 
 
@@ -50,6 +61,13 @@ WITH_COMPILED = {
     "flashinfer": {"add": add, "mul": mul},
     "flashinfer.compiled": {"mul": mul, "times": mul},
 }
+IN_PACKAGES = {
+    "flashinfer": {"add": add, "mul": mul},
+    "flashinfer.tasks": {"mul": mul},
+    "flashinfer.tasks.metadata": {"mul": mul},
+    "flashinfer.optional": {"mul": mul},
+    "flashinfer.optional.dsl": {"mul": mul},
+}
 
 
 @pytest.fixture
@@ -63,6 +81,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: Mapping[s
     folder = tmp_path / "flashinfer"
     folder.mkdir()
     for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(flashinfer, "_replacements", lambda: replaces)
@@ -207,7 +226,7 @@ def test_a_module_that_is_not_there_is_refused() -> None:
 def test_a_module_whose_compiler_is_not_there_has_a_stand_in_meanwhile() -> None:
     package = module("flashinfer")
     before = names()
-    with pytest.raises(ModuleNotFoundError, match="a_compiler"):
+    with pytest.raises(ModuleNotFoundError, match="cutlass"):
         module("flashinfer.compiled")
     with installed(bundle(), device=DEVICE, missing="fall_through"):
         assert module("flashinfer.compiled").mul(2, 3) == package.mul(2, 3) == "ours 2*3"
@@ -215,8 +234,58 @@ def test_a_module_whose_compiler_is_not_there_has_a_stand_in_meanwhile() -> None
         with installed(bundle(), device=DEVICE):
             assert package.mul(2, 3) == "ours 2*3"
     assert names() == before
-    with pytest.raises(ModuleNotFoundError, match="a_compiler"):
+    with pytest.raises(ModuleNotFoundError, match="cutlass"):
         module("flashinfer.compiled")
+
+
+@pytest.mark.parametrize("replaces", [IN_PACKAGES])
+@pytest.mark.parametrize("missing", flashinfer.MISSING)
+def test_a_package_whose_compiler_is_not_there_has_a_stand_in_meanwhile(missing: str) -> None:
+    package = module("flashinfer")
+    assert module("flashinfer.optional").mul is None
+    with pytest.raises(ModuleNotFoundError, match="cutlass"):
+        module("flashinfer.tasks.metadata")
+    before = names()
+    with installed(bundle(), device=DEVICE, missing=missing):
+        assert package.mul is package.tasks.mul is package.optional.mul is mul
+        assert module("flashinfer.tasks.metadata").mul is module("flashinfer.optional.dsl").mul is mul
+        assert package.tasks.metadata is module("flashinfer.tasks.metadata")
+        with installed(bundle(), device=DEVICE):
+            assert package.tasks.mul(2, 3) == package.optional.mul(2, 3) == "ours 2*3"
+        assert package.tasks.metadata.mul(2, 3) == "ours 2*3"
+    assert names() == before
+    with pytest.raises(ModuleNotFoundError, match="cutlass"):
+        module("flashinfer.tasks.metadata")
+
+
+@pytest.mark.parametrize("replaces", [WITH_COMPILED])
+def test_a_module_that_was_imported_with_a_stand_in_is_not_there_afterwards() -> None:
+    module("flashinfer")
+    before = names()
+    with installed(bundle(), device=DEVICE):
+        assert module("flashinfer.compiled_user").times is mul
+        with installed(bundle(), device=DEVICE):
+            pass
+        assert module("flashinfer.compiled_user").times is mul
+    assert names() == before
+    with pytest.raises(ModuleNotFoundError, match="cutlass"):
+        module("flashinfer.compiled_user")
+
+
+@pytest.mark.parametrize(
+    ("replaces", "error", "words"),
+    [
+        ({"flashinfer.lacking": {"mul": mul}}, Missing, "flashinfer.lacking: .*a_library_that_is_not_there"),
+        ({"flashinfer.unloadable": {"mul": mul}}, Missing, "flashinfer.unloadable: .*libcuda.so.1"),
+        ({"flashinfer.failing": {"mul": mul}}, RuntimeError, "cutlass found no device"),
+    ],
+)
+def test_only_a_compiler_that_is_not_there_is_done_without(error: type[Exception], words: str) -> None:
+    module("flashinfer")
+    before = names()
+    with pytest.raises(error, match=words):
+        install(bundle(), device=DEVICE)
+    assert names() == before
 
 
 def test_every_op_replaces_what_the_pinned_flashinfer_has_with_the_same_arguments(
