@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,3 +153,78 @@ def test_no_compiler_can_be_started() -> None:
     jit._watch("open", ("nvcc", "r", 0))
     assert jit.attempts == ["/usr/local/cuda/bin/nvcc", "ninja", "ptxas"]
     assert subprocess.run(["true"], check=False).returncode == 0
+
+
+ONLY_RESULTS = """
+import json, os
+from pathlib import Path
+import pytest
+from gpu import flashinfer_plugin
+flashinfer_plugin.SECONDS = 0.0
+def pytest_configure(config):
+    path = json.loads(os.environ[flashinfer_plugin.SETTINGS])["results"]
+    config.pluginmanager.register(flashinfer_plugin.Results(Path(path)))
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call":
+        found = {"outcome": report.outcome, "reason": "a reason", "asked": ["op/x"], "jit": []}
+        report.user_properties.append(("kernseal", found))
+    return report
+"""
+TESTS = """
+import os, signal, sys, time
+def test_a(): pass
+def test_b(): {stop}
+def test_c(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("stop", "complete", "passed"),
+    [
+        ("pass", True, 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", False, 1),
+        ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", False, 1),
+    ],
+)
+def test_a_run_shows_its_progress_and_reports_what_had_ended(
+    tmp_path: Path, stop: str, complete: bool, passed: int
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_it.py").write_text(TESTS.format(stop=stop))
+    (tmp_path / "only_results.py").write_text(ONLY_RESULTS)
+    start = "import sys; from gpu import flashinfer_suite as s; s.PLUGIN = 'only_results'; sys.exit(s.main())"
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, "-c", start, str(tmp_path), "--files", "tests/test_*.py", "--json", str(report)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == (0 if complete else 1), done.stderr
+    found = json.loads(report.read_text())
+    assert found["complete"] is complete
+    assert found["files"]["tests/test_it.py"]["passed"] == passed
+    assert done.stdout.startswith("...") if complete else done.stdout.startswith(".")
+    assert f"tests/test_it.py: {passed} passed" in done.stdout
+    assert ("pytest was stopped" in done.stdout) is not complete
+
+
+def test_results_are_written_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(plugin.time, "monotonic", lambda: now)
+    results = plugin.Results(tmp_path / "results.json")
+
+    def written_after(seconds: float) -> int:
+        nonlocal now
+        now += seconds
+        results._add("f.py::test", {"outcome": "passed", "reason": "", "asked": [], "jit": []})
+        return int(json.loads(results.path.read_text())["f.py"]["passed"])
+
+    assert [written_after(seconds) for seconds in (0, 1, 1, plugin.SECONDS, 1)] == [1, 1, 1, 4, 4]
+    results.pytest_sessionfinish()
+    assert json.loads(results.path.read_text())["f.py"]["passed"] == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]

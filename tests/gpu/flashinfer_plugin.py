@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 SETTINGS = "KERNSEAL_FLASHINFER_SUITE"
+SECONDS = 5.0  # between two writings of the results
 COMPILERS = (
     "nvcc",
     "cicc",
@@ -174,11 +176,15 @@ class Suite:
 
 
 class Results:
-    """What the tests of each file came to; lives where the reports arrive."""
+    """What the tests of each file came to; lives where the reports arrive.
+
+    Written as they come: a run that is stopped has what had ended.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: dict[str, dict[str, Any]] = {}
+        self.written = -SECONDS
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, found in report.user_properties:
@@ -206,9 +212,17 @@ class Results:
         file["asked"] = sorted({*file["asked"], *found["asked"]})
         for module in found["jit"]:
             file["jit"][module] = file["jit"].get(module, 0) + 1
+        if time.monotonic() - self.written >= SECONDS:
+            self._write()
 
     def pytest_sessionfinish(self) -> None:
-        self.path.write_text(json.dumps(self.files, indent=1, sort_keys=True) + "\n")
+        self._write()
+
+    def _write(self) -> None:
+        part = self.path.with_name(f"{self.path.name}.part")
+        part.write_text(json.dumps(self.files, indent=1, sort_keys=True) + "\n")
+        part.replace(self.path)
+        self.written = time.monotonic()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,19 +11,25 @@ float32, NVFP4 conversion), and, for a bundle whose kernels are meant for anothe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gpu.bundles import ALL
-from gpu.flashinfer_plugin import SETTINGS
+from gpu.flashinfer_plugin import SECONDS, SETTINGS
 from gpu.provenance import provenance
 
+PLUGIN = "gpu.flashinfer_plugin"
+ENDED = (0, 1, 5)  # pytest's exit codes: all passed, some failed, none there
+PATIENCE = 20.0  # seconds for pytest to end by itself once this is to stop
 FILES = (
     "tests/attention/test_*xqa*.py",
     "tests/trace/test_xqa*.py",
@@ -52,8 +58,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(asked: argparse.Namespace) -> dict[str, Any]:
-    """Run pytest on the files and return what each came to."""
+def run(asked: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> tuple[dict[str, Any], bool]:
+    """Run pytest on the files, and return what each came to and whether that is all of it.
+
+    ``keep`` gets what there is every few seconds. SIGINT and SIGTERM end the run early.
+    """
     files = sorted({str(path) for pattern in asked.files for path in asked.folder.glob(pattern)})
     with tempfile.TemporaryDirectory() as name:
         empty, results = Path(name, "pytest.ini"), Path(name, "results.json")
@@ -66,8 +75,18 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
             "results": str(results),
         }
         path = os.pathsep.join([str(asked.folder.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", "pytest", *files, "-c", str(empty), "--rootdir", str(asked.folder)]
-        command += ["-p", "gpu.flashinfer_plugin", "-p", "no:cacheprovider", "--import-mode=importlib"]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "pytest",
+            *files,
+            "-c",
+            str(empty),
+            "--rootdir",
+            str(asked.folder),
+        ]
+        command += ["-p", PLUGIN, "-p", "no:cacheprovider", "--import-mode=importlib"]
         command += ["--runxfail", "--continue-on-collection-errors", "-q", "--tb=no", "--no-header", "-rN"]
         command += [
             "-W",
@@ -76,12 +95,29 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
             *(["-k", asked.k] if asked.k else []),
         ]
         environment = {**os.environ, SETTINGS: json.dumps(settings), "PYTHONPATH": path}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-        print("\n".join(done.stdout.splitlines()[-5:]))
+        with subprocess.Popen(command, env=environment) as pytest:
+            try:
+                while pytest.poll() is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        pytest.wait(SECONDS)
+                    if results.is_file():
+                        keep(json.loads(results.read_text()))
+            except KeyboardInterrupt:
+                _end(pytest)
         if not results.is_file():
-            raise SystemExit(f"pytest ended with {done.returncode} and no results:\n{done.stdout[-4000:]}")
-        found: dict[str, Any] = json.loads(results.read_text())
-        return found
+            raise SystemExit(f"pytest ended with {pytest.returncode} and no results")
+        return json.loads(results.read_text()), pytest.returncode in ENDED
+
+
+def _end(pytest: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+        pytest.send_signal(signal.SIGINT)
+        pytest.wait(PATIENCE)
+    pytest.kill()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def show(files: dict[str, Any]) -> None:
@@ -112,14 +148,23 @@ def show_variants(files: dict[str, Any]) -> None:
 
 def main() -> int:
     asked = arguments()
-    files = run(asked)
+    signal.signal(signal.SIGTERM, _interrupt)
+    options = {"every": asked.every, "bundle": asked.bundle, "ignore_qk_norm": asked.ignore_qk_norm}
+    about = {**provenance(), "options": options}
+
+    def keep(files: dict[str, Any], complete: bool = False) -> None:
+        if asked.json:
+            report = {**about, "complete": complete, "files": files}
+            asked.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+
+    files, complete = run(asked, keep)
+    keep(files, complete)
     show(files)
     if asked.collect_variants:
         show_variants(files)
-    if asked.json:
-        options = {"every": asked.every, "bundle": asked.bundle, "ignore_qk_norm": asked.ignore_qk_norm}
-        report = {**provenance(), "options": options, "files": files}
-        asked.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    if not complete:
+        print("\npytest was stopped: this is what had ended until then")
+        return 1
     return 1 if not asked.collect_variants and any(found["failed"] for found in files.values()) else 0
 
 
