@@ -17,7 +17,7 @@ SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 WIDTH = 420 / 72
 """Inches; at a phone's width text is still 8 pixels high."""
 PLOT = 190 / 72
-BAR, GROUP_GAP, FOOTER = 15 / 72, 12 / 72, 15 / 72
+BAR, GROUP_GAP, LABEL_LINE, FOOTER = 15 / 72, 12 / 72, 14 / 72, 15 / 72
 FONT = 10.5
 INK, MUTED, GRID, PAPER, WARNING = "#1f2328", "#57606a", "#d0d7de", "#ffffff", "#a40e26"
 DARK = {INK: "#e6edf3", MUTED: "#9da7b3", GRID: "#3d444d", PAPER: "#0d1117", WARNING: "#ff8182"}
@@ -119,8 +119,18 @@ def _matplotlib() -> Iterator[Any]:
 def _height(chart: Chart) -> float:
     if not chart.named:
         return PLOT + 1.1 + 0.22 * _legend_rows(chart)
-    groups = len(chart.xs) * (len(chart.series) * BAR + GROUP_GAP)
+    groups = len(chart.xs) * (len(chart.series) * BAR + _gap(chart))
     return groups + 1.35 + (0.22 * _legend_rows(chart) if len(chart.series) > 1 else 0)
+
+
+def _gap(chart: Chart) -> float:
+    """Between groups of bars, so that the label of each has room for its lines."""
+    lines = max(_wrapped(x).count("\n") + 1 for x in chart.xs)
+    return max(GROUP_GAP, lines * LABEL_LINE - len(chart.series) * BAR)
+
+
+def _wrapped(x: X) -> str:
+    return textwrap.fill(text(x), 22)
 
 
 def _columns(chart: Chart) -> int:
@@ -179,8 +189,8 @@ def _ticks_at_points(axes: Any, chart: Chart) -> None:
 
 
 def _bars(axes: Any, chart: Chart) -> None:
-    names, many = chart.xs, len(chart.series)
-    step = BAR * many + GROUP_GAP
+    names, many, gap = chart.xs, len(chart.series), _gap(chart)
+    step = BAR * many + gap
     for index, (name, points) in enumerate(chart.series.items()):
         at = [names.index(x) * step + index * BAR for x, _ in points]
         bars = axes.barh(
@@ -193,10 +203,8 @@ def _bars(axes: Any, chart: Chart) -> None:
         )
         axes.bar_label(bars, [number(y) for _, y in points], padding=3, fontsize=FONT - 1)
     middle = (many - 1) * BAR / 2
-    axes.set_yticks(
-        [i * step + middle for i in range(len(names))], [textwrap.fill(text(x), 22) for x in names]
-    )
-    axes.set_ylim(len(names) * step - BAR / 2 - GROUP_GAP / 2, -BAR / 2 - GROUP_GAP / 2)
+    axes.set_yticks([i * step + middle for i in range(len(names))], [_wrapped(x) for x in names])
+    axes.set_ylim(len(names) * step - BAR / 2 - gap / 2, -BAR / 2 - gap / 2)
     axes.tick_params(axis="y", length=0)
     axes.set_xscale("log" if chart.log else "linear")
     axes.margins(x=0.16)

@@ -334,6 +334,18 @@ def points_of(rows: Sequence[Mapping[str, Any]], bundle: str) -> list[Point]:
     ]
 
 
+LABELS = {
+    "sm90": "kernseal",
+    "sm90 cp": "kernseal, context-parallel",
+    "sm120_on_sm90": "kernseal, SM120's source",
+    "sm120_on_sm90 cp": "the same, context-parallel",
+    "flashinfer": "FlashInfer",
+    "flashinfer cp": "FlashInfer, context-parallel",
+    "triton": "Triton (fla-core)",
+}
+"""Contenders in charts."""
+
+
 def charts(rows: Sequence[Mapping[str, Any]], bundle: str) -> list[Chart]:
     how = f"Device time between two events, median of {2 * ROUNDS * SAMPLES} runs, all sides in turn in one process; "
     how += "heads 16/16/32, D = 128, bf16."
@@ -341,7 +353,8 @@ def charts(rows: Sequence[Mapping[str, Any]], bundle: str) -> list[Chart]:
     x = "tokens of a sequence"
     names = dict.fromkeys(name for row in one for name in row["times"])
     time_of = {
-        name: [(row["length"], device_us(row)[name]) for row in one if name in row["times"]] for name in names
+        LABELS[name]: [(row["length"], device_us(row)[name]) for row in one if name in row["times"]]
+        for name in names
     }
     counts = sorted({row["sequences"] for row in rows})
     faster = {
@@ -352,7 +365,7 @@ def charts(rows: Sequence[Mapping[str, Any]], bundle: str) -> list[Chart]:
         for n in counts
     }
     scratch = {
-        name: [
+        LABELS[name]: [
             (row["length"], row["scratch_bytes"][name] / 1e6)
             for row in one
             if row["scratch_bytes"].get(name, 0) > 0
