@@ -5,9 +5,11 @@
 #   OUT/dist             the products, which the committed pins cover
 #   OUT/dist/validation  variants that no pins cover, signed with a key made for them, whose public half is OUT/key.json
 #   OUT/programs         what build_programs.sh makes
+#   OUT/suite            with FLASHINFER_TESTS=FOLDER (docs/flashinfer.md): the variants that one in SUITE_EVERY (37) of those tests asks for
 #   OUT/*.tar.xz         the same, an archive each; KERNSEAL_PACK=0 leaves them out
 #
 # There: KERNSEAL_DIST=OUT/dist KERNSEAL_VALIDATION_KEY=OUT/key.json tests/gpu/run_all.sh
+#        KERNSEAL_DIST=OUT/suite KERNSEAL_TRUST_KEY=OUT/key.json python -m gpu.flashinfer_suite FOLDER --every 37 --ignore-qk-norm
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -33,9 +35,23 @@ for row in json.load(sys.stdin):
 "$kernseal" build --sm 100 --retarget 90 "${metadata[@]}" "${validation[@]}"
 "$here/build_programs.sh" "$out/dist/sm_90a-linux-x86_64" "$out/programs"
 
+# suite SM OPTION...: a bundle of what FlashInfer's tests ask for on it.
+suite() {
+    local sm=$1 asked=()
+    shift
+    while read -r variant; do asked+=(--variant "$variant"); done < <(cd "$root" && PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" \
+        "$python" -m gpu.flashinfer_suite "$FLASHINFER_TESTS" --collect-variants "sm_${sm}a" --every "${SUITE_EVERY:-37}" --ignore-qk-norm |
+        sed -n '$s/--variant //gp' | tr ' ' '\n')
+    "$kernseal" build --sm "$sm" --key "$key" --out "$out/suite" "${asked[@]}" "$@"
+}
+if [ -n "${FLASHINFER_TESTS:-}" ]; then
+    suite 90
+    suite 120 --retarget 90
+fi
+
 [ "${KERNSEAL_PACK:-1}" = 1 ] || exit 0
 cd "$out"
-for part in dist/*/ dist/validation/*/ programs/; do
+for part in dist/*/ dist/validation/*/ $([ ! -d suite ] || echo suite/) programs/; do
     part=${part%/}
     [ "$part" = dist/validation ] || tar -cJf "$(tr / - <<<"${part#dist/}").tar.xz" "$part"
 done
