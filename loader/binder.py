@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 from .errors import InvalidArgument, InvalidArgumentType, KernsealError
 from .layout import Layout
 from .operands import Operand, OpSpec
-from .tensors import HOST, ITEM_BYTES, UNKNOWN, View, dense_strides, reader_of, row_stride, stream_handle
+from .tensors import (
+    HOST,
+    ITEM_BYTES,
+    TORCH_TYPES,
+    UNKNOWN,
+    View,
+    dense_strides,
+    reader_of,
+    row_stride,
+    stream_handle,
+)
 
 _BYTES = "bytes"
 _MOST_SHAPES = 1024
@@ -34,57 +44,81 @@ class Binder:
         self._derive = spec.derive
         self._device = config["device"]
         self._config_sizes = {name: value for name, value in config.items() if type(value) is int}
-        self._size_fields = layout.sizes
-        self._sizes = itemgetter(*layout.sizes)
-        self._shown: dict[Any, dict[str, Any]] = {}
+        self._names = layout.names
+        self._sizes = frozenset(layout.sizes)
+        self._orders: dict[tuple[str, ...], Order] = {}
+        self._shown: dict[Any, tuple[Any, ...]] = {}
 
     def values(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return every field's value, None where neither an argument, a tensor nor a default gives it.
+        """Return every field's value by its name; see ``row``."""
+        return dict(zip(self._names, self.row(args), strict=True))
+
+    def row(self, args: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return every field's value in the struct's order, None where neither an argument, a tensor nor a default gives it.
 
         Raises:
             InvalidArgument: a field is unknown, or a tensor is not what the op reads there.
         """
-        values = {**self._defaults, **args}
-        if len(values) != len(self._defaults):
-            unknown = ", ".join(name for name in args if name not in self._defaults)
-            raise InvalidArgumentType(f"{unknown}: no such field; there are {', '.join(self._defaults)}")
-        stream = values["stream"] = stream_handle(values["stream"])
+        names = tuple(args)
+        order = self._orders.get(names) or self._order(names)
+        stream = stream_handle(args.get("stream", 0))
+        operands, sizes = self._operands, self._sizes
+        known: list[Any] = [names]  # decides all that is worked out: nothing here is an address or a factor
+        changing: list[Any] = []  # the other arguments, in their order
         views: dict[str, View] = {}
-        for name in self._operands:
-            value = values[name]
-            if type(value) is not int:
-                if value is None:
-                    values[name] = 0
+        plain = True
+        for name, value in args.items():
+            if name in operands:
+                kind = type(value)
+                if kind in TORCH_TYPES:  # in torch's own words, which cost least
+                    changing.append(value.data_ptr())
+                    strides = value.is_contiguous() or value.stride()
+                    known.append((value.dtype, value.is_cuda, value.get_device(), value.shape, strides))
+                elif kind is int or value is None:
+                    changing.append(value or 0)
+                    known.append(None)
                 else:
                     views[name] = view = reader_of(name, value)(name, value, stream)
-                    values[name] = view[0]
-        if views:
-            values |= self._sizes_shown(args, values, views)
+                    changing.append(view[0])
+                    known.append(view[1:])
+            elif name in sizes:
+                plain = plain and type(value) in _PLAIN
+                known.append(value)
+            else:
+                changing.append(stream if name == "stream" else value)
+        # What counts as a number need not stay the same number.
+        key = tuple(known) if plain else None
+        numbers = self._shown.get(key) if plain else None
+        if numbers is None:
+            numbers = order.numbers(self._look(args, stream, views))
+            if plain:
+                if len(self._shown) >= _MOST_SHAPES:
+                    self._shown.clear()
+                self._shown[key] = numbers
+        return order.row(changing, numbers)
+
+    def _order(self, names: tuple[str, ...]) -> Order:
+        if unknown := [name for name in names if name not in self._defaults]:
+            raise InvalidArgumentType(
+                f"{', '.join(unknown)}: no such field; there are {', '.join(self._defaults)}"
+            )
+        if len(self._orders) >= _MOST_SHAPES:
+            self._orders.clear()
+        made = self._orders[names] = Order(self._names, [name for name in names if name not in self._sizes])
+        return made
+
+    def _look(self, args: Mapping[str, Any], stream: int, views: Mapping[str, View]) -> dict[str, Any]:
+        """Return every field, once the tensors were found to fit. ``views``: those that have been read."""
+        values = {**self._defaults, **args}
+        found: dict[str, View] = {}
+        for name in self._operands:
+            value = values[name]
+            if value is not None and type(value) is not int:
+                found[name] = views[name] if name in views else reader_of(name, value)(name, value, stream)
+        if found:
+            self._fill_sizes(args, values, found)
+            self._check(args, values, found)
         return values
-
-    def _sizes_shown(
-        self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]
-    ) -> dict[str, Any]:
-        """Return the fields that the tensors show, once they were found to fit. Addresses have no say in it."""
-        sizes = self._sizes(values)
-        if not _PLAIN.issuperset(map(type, sizes)):  # what counts as a number need not stay the same number
-            return self._look(args, values, views)
-        key = (tuple(args), sizes, tuple(views), *[view[1:] for view in views.values()])
-        shown = self._shown.get(key)
-        if shown is None:
-            shown = self._look(args, values, views)
-            if len(self._shown) >= _MOST_SHAPES:
-                self._shown.clear()
-            self._shown[key] = shown
-        return shown
-
-    def _look(
-        self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]
-    ) -> dict[str, Any]:
-        filled = dict(values)
-        self._fill_sizes(args, filled, views)
-        self._check(args, filled, views)
-        return {name: filled[name] for name in self._size_fields if filled[name] is not values[name]}
 
     def _fill_sizes(self, args: Mapping[str, Any], values: dict[str, Any], views: Mapping[str, View]) -> None:
         for field, sources in self._sources:
@@ -128,6 +162,25 @@ class Binder:
                 expected.bind_strides(view, values)
             elif strides is not None:
                 expected.bind_stride(view, args, values)
+
+
+class Order:
+    """Puts the values that change from call to call, and the numbers that stay, into the order of a struct."""
+
+    def __init__(self, names: Sequence[str], changing: Sequence[str]) -> None:
+        """``names``: of the struct's fields; ``changing``: of some of them, in an order of their own."""
+        self._staying = [name for name in names if name not in changing]
+        at = {name: index for index, name in enumerate([*changing, *self._staying])}
+        self._pick = itemgetter(*[at[name] for name in names])
+
+    def numbers(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The fields that stay."""
+        return tuple([values[name] for name in self._staying])
+
+    def row(self, changing: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
+        """Every field, in the order of the struct."""
+        row: tuple[Any, ...] = self._pick((*changing, *numbers))
+        return row
 
 
 class _Expected:

@@ -6,13 +6,13 @@ Nothing here knows an op: fields and enums come from the C declarations, shapes 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
-from .binder import Binder
-from .errors import InvalidArgument, InvalidArgumentType, KernsealError, Unsupported
+from .binder import Binder, Order
+from .errors import InvalidArgument, InvalidArgumentType, Unsupported
 from .layout import Layout
 from .library import Library
 from .operands import OpSpec
@@ -77,13 +77,10 @@ class Op:
             InvalidArgumentType: a field is unknown, missing or not of its type.
             KernsealError: what the C library says; see ``kseal_<op>_run``.
         """
-        handle = self._handle
-        if handle is None:
-            raise self._closed()
+        handle = self._open()
         if args.get("stream") is None:
             args["stream"] = current_stream(args.values())
-        values = self._binder.values(args)
-        status = self._run(handle, self._layout.pack(self._fields(values)))
+        status = self._run(handle, self._layout.pack(self._binder.row(args)))
         if status:
             raise self._library.error(status)
 
@@ -96,9 +93,7 @@ class Op:
             InvalidArgument: a field is missing or unknown, or its value does not fit it.
             KernsealError: what the C library says; see ``kseal_<op>_run``.
         """
-        handle = self._handle
-        if handle is None:
-            raise self._closed()
+        handle = self._open()
         names = self._layout.names
         try:
             values = self._fields(fields)
@@ -112,6 +107,20 @@ class Op:
             raise self._library.error(status)
 
     __call__ = run
+
+    def settle(self, changing: Sequence[str], **args: Any) -> Settled:
+        """Check a call, and return what launches it for other values of the fields ``changing``, time and again.
+
+        Args:
+            changing: names of fields that no check looks at: addresses, factors and the stream.
+            args: what ``run`` takes.
+
+        Raises:
+            InvalidArgument: as ``run``.
+        """
+        self._open()
+        order = Order(self._layout.names, changing)
+        return Settled(self, order, order.numbers(self._binder.values(args)))
 
     def workspace_size(self, **args: Any) -> int:
         """Return the bytes of workspace that ``run`` needs with these sizes; takes what ``run`` takes.
@@ -145,11 +154,8 @@ class Op:
         return self._scratch_size(self._plan, args)
 
     def _scratch_size(self, function: Any, args: Mapping[str, Any]) -> int:
-        handle = self._handle
-        if handle is None:
-            raise self._closed()
-        values = self._binder.values(args)
-        record = self._layout.pack([0 if value is None else value for value in self._fields(values)])
+        handle = self._open()
+        record = self._layout.pack([0 if value is None else value for value in self._binder.row(args)])
         size = self._library.ffi.new("uint64_t *")
         self._library.check(function(handle, record, size))
         return int(size[0])
@@ -159,8 +165,34 @@ class Op:
         # Whoever is inside run() on another thread holds the handle too; the last reference releases it.
         self._handle = None
 
-    def _closed(self) -> KernsealError:
-        return InvalidArgument(f"op {self.name} belongs to a bundle that was closed")
+    def _open(self) -> Any:
+        """The handle, held for as long as a call uses it."""
+        handle = self._handle
+        if handle is None:
+            raise InvalidArgument(f"op {self.name} belongs to a bundle that was closed")
+        return handle
+
+
+class Settled:
+    """A call whose numbers are settled; see ``Op.settle``. May be shared by threads."""
+
+    def __init__(self, op: Op, order: Order, numbers: tuple[Any, ...]) -> None:
+        self._op = op
+        self._order = order
+        self._numbers = numbers
+
+    def launch(self, changing: Sequence[Any]) -> None:
+        """Launch with these values of the fields that change, in their order.
+
+        Raises:
+            InvalidArgument: a value does not fit its field, or the bundle was closed.
+            KernsealError: what the C library says; see ``kseal_<op>_run``.
+        """
+        op = self._op
+        handle = op._open()
+        status = op._run(handle, op._layout.pack(self._order.row(changing, self._numbers)))
+        if status:
+            raise op._library.error(status)
 
 
 def choose(

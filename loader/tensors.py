@@ -29,6 +29,8 @@ Reader = Callable[[str, Any, int], View]
 """Reads an object, given the field it is for and the stream that will use it."""
 
 _readers: dict[type, Reader] = {}
+TORCH_TYPES: set[type] = set()
+"""torch's tensor types, once one of each was read."""
 
 
 def reader_of(name: str, value: object) -> Reader:
@@ -43,6 +45,7 @@ def reader_of(name: str, value: object) -> Reader:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             reader = _torch_reader(torch)
+            TORCH_TYPES.add(kind)
         elif hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
             reader = _read_dlpack
         elif hasattr(value, "__cuda_array_interface__"):
@@ -239,7 +242,7 @@ def current_stream(values: Iterable[object]) -> int:
     if torch is not None:
         for value in values:
             if isinstance(value, torch.Tensor) and value.is_cuda:
-                return int(torch.cuda.current_stream(value.device).cuda_stream)
+                return int(torch.cuda.current_stream(value.get_device()).cuda_stream)  # an int costs least
     raise InvalidArgumentType(
         "stream: missing; torch tensors have a current one, 0 is the legacy default stream"
     )

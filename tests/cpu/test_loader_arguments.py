@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +13,12 @@ import yaml
 
 from kernseal.export import paths
 from kernseal.kernels.gdn_prefill.operands import SPEC
-from kernseal.loader.binder import Binder
+from kernseal.loader.binder import Binder, Order
 from kernseal.loader.errors import InvalidArgument, IoError
 from kernseal.loader.layout import Layout
 from kernseal.loader.library import declarations
 from kernseal.loader.memfd import sealed_memfd
+from kernseal.loader.op import Settled
 from kernseal.loader.tensors import HOST, _capsule_pointer, _DLTensor, reader_of, row_stride, stream_handle
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -195,6 +199,107 @@ def test_a_shape_that_was_seen_is_not_worked_out_again(monkeypatch: pytest.Monke
     values = known.values(again)
     assert (values["total_tokens"], values["num_seqs"], values["workspace_bytes"]) == (T, N, 4096)
     assert values["q"] == again["q"].tensor.data_ptr()
+
+
+class OnCuda(torch.Tensor):
+    """A host tensor that says that it is torch's on a CUDA device; nothing here reads it."""
+
+    is_cuda = True
+    device = torch.device("cuda:0")
+
+    def get_device(self) -> int:
+        return self.device.index
+
+
+class Elsewhere(OnCuda):
+    device = torch.device("cuda:1")
+
+
+def torch_tensors(**changes: Any) -> dict[str, Any]:
+    found = {
+        name: given.tensor if isinstance(given, OnDevice) else given for name, given in tensors().items()
+    }
+    return {
+        name: given.as_subclass(OnCuda) if type(given) is torch.Tensor else given
+        for name, given in {**found, **changes}.items()
+    }
+
+
+def test_torch_tensors_that_were_seen_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, again = binder(), torch_tensors(scale=-0.0)
+    first = [known.values(torch_tensors()) for _ in range(2)][-1]
+    monkeypatch.setattr(Binder, "_look", None)
+    values = known.values(again)
+    moved = {name: again[name].data_ptr() for name in ARGS.pointers if name in again and name != "stream"}
+    assert values == {**first, **moved, "scale": -0.0} and str(values["scale"]) == "-0.0"
+    assert (values["total_tokens"], values["workspace_bytes"]) == (T, 4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q": torch.zeros(T, HQ, D, dtype=torch.float16)}, "q: element type f16; this op was prepared for bf16"),
+        ({"alpha": torch.zeros(T, HV, dtype=torch.float64)}, "alpha: element type torch.float64"),
+        ({"alpha": torch.zeros(HV, T).t()}, "alpha: strides"),
+        ({"beta": torch.zeros(T, HV, 1)}, r"beta: shape \(10, 4, 1\)"),
+        ({"beta": torch.zeros(T, HV).as_subclass(Elsewhere)}, "beta: is on cuda:1; expected cuda:0"),
+        ({"beta": torch.zeros(T, HV).as_subclass(torch.nn.Parameter)}, "beta: is on the host; expected cuda:0"),
+        ({"beta": torch.zeros(T, HV, device="meta").as_subclass(torch.nn.Parameter)}, "beta: is on the host"),
+        ({"colour": 3}, "colour: no such field"),
+        ({"total_tokens": T + 1}, "q: shape"),
+    ],
+)  # fmt: skip
+def test_a_torch_tensor_that_shows_something_else_is_refused(changes: dict[str, Any], words: str) -> None:
+    known = binder()
+    for _ in range(3):
+        known.values(torch_tensors())
+        with pytest.raises(InvalidArgument, match=words):
+            known.values(torch_tensors(**changes))
+
+
+def test_a_torch_tensor_with_other_strides_gives_them() -> None:
+    known, fused = binder(), torch.zeros(T, 2 * HQ, D, dtype=torch.bfloat16).as_subclass(OnCuda)
+    for _ in range(3):
+        assert known.values(torch_tensors())["q_token_stride"] == 0
+        assert known.values(torch_tensors(q=fused[:, :HQ]))["q_token_stride"] == 2 * HQ * D
+
+
+def test_threads_do_not_see_each_others_memory() -> None:
+    known = binder()
+
+    def calls(number: int) -> bool:
+        args = torch_tensors(stream=number, scale=float(number), workspace_bytes=1000 + number % 2)
+        mine = {name: args[name].data_ptr() for name in ARGS.pointers if name in args and name != "stream"}
+        mine |= {name: args[name] for name in ("stream", "scale", "workspace_bytes")}
+        return all(mine.items() <= known.values(args).items() for _ in range(200))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(calls, range(16)))
+
+
+def test_a_settled_call_may_be_shared_by_threads() -> None:
+    expected, wrong = threading.local(), []
+
+    def run(_: Any, record: Any) -> int:
+        found = (int(declarations().cast("uintptr_t", record.q)), record.scale, record.total_tokens)
+        if found != (expected.q, expected.scale, T):
+            wrong.append(found)
+        return 0
+
+    op: Any = SimpleNamespace(_open=lambda: None, _run=run, _layout=ARGS)
+    order = Order(ARGS.names, ("scale", "q"))
+    call = Settled(op, order, order.numbers(dict.fromkeys(ARGS.names, 0) | {"total_tokens": T}))
+
+    def calls(number: int) -> None:
+        expected.q, expected.scale = 0x1000 * number, float(number)
+        for _ in range(200):
+            call.launch([expected.scale, expected.q])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(calls, range(16)))
+    assert not wrong
+    with pytest.raises(InvalidArgument, match="q: -4 does not fit the field"):
+        call.launch([1.0, -4])
 
 
 def test_what_a_call_leaves_out_or_says_otherwise_is_another_shape() -> None:

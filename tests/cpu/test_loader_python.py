@@ -113,14 +113,17 @@ def test_dlpack_is_asked_where_both_are_there() -> None:
 
 
 class Tensor:
-    def __init__(self, device: str | None) -> None:
+    def __init__(self, device: int | None) -> None:
         self.device, self.is_cuda = device, device is not None
+
+    def get_device(self) -> int | None:
+        return self.device
 
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much of torch as is asked: a tensor's device, and the current stream there."""
-    streams = {"cuda:0": 0x100, "cuda:1": 0x200}
+    streams = {0: 0x100, 1: 0x200}
     made: Any = types.ModuleType("torch")
     made.Tensor = Tensor
     made.cuda = types.SimpleNamespace(
@@ -131,7 +134,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("torch")
 def test_torch_tensors_bring_torchs_current_stream_of_their_device() -> None:
-    assert tensors.current_stream([1, Tensor(None), Tensor("cuda:1"), Tensor("cuda:0")]) == 0x200
+    assert tensors.current_stream([1, Tensor(None), Tensor(1), Tensor(0)]) == 0x200
 
 
 @pytest.mark.usefixtures("torch")
