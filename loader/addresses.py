@@ -7,12 +7,22 @@ Nothing is made, and an attribute is read at most once. torch is imported where 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .errors import InvalidArgument, Unsupported
 from .op import Op
 from .serving import device_name
+
+
+def look(tensors: Sequence[Any | None]) -> tuple[tuple[Any, ...], list[int]]:
+    """What tensors show but their addresses, and these; None and 0 of None. A dense tensor's strides are its shape's."""
+    shown = [
+        None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride())
+        for t in tensors
+    ]
+    return tuple(shown), [0 if t is None else t.data_ptr() for t in tensors]
 
 
 def dtype_name(names: Mapping[Any, str], field: str, dtype: Any) -> str:
@@ -102,14 +112,19 @@ def _torch() -> Any:
     return torch
 
 
-def launch_on(device: int, op: Op, run: dict[str, Any]) -> None:
-    """``op.launch(**run)`` with ``device`` current. Making it current costs time, so it is done only if it is not."""
+_NOTHING = nullcontext()
+
+
+def on(device: int) -> AbstractContextManager[Any]:
+    """What makes ``device`` current. That costs time, so nothing is done where it is already."""
     torch = _torch()
-    if torch.cuda.current_device() == device:
+    return _NOTHING if torch.cuda.current_device() == device else torch.cuda.device(device)
+
+
+def launch_on(device: int, op: Op, run: dict[str, Any]) -> None:
+    """``op.launch(**run)`` with ``device`` current."""
+    with on(device):
         op.launch(**run)
-    else:
-        with torch.cuda.device(device):
-            op.launch(**run)
 
 
 _semaphores: dict[tuple[str, int, int], Any] = {}

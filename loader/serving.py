@@ -13,6 +13,13 @@ from .op import Op, load_spec
 
 Wanted = TypeVar("Wanted", bound=Hashable)
 
+Call = tuple[str, tuple[Any, ...], tuple[Any, ...]]
+"""All that decides what becomes of a call but addresses and factors: the function, its numbers, flags and words, and what
+its tensors show (``addresses.look``)."""
+
+_MOST_CALLS = 1024
+_PLAIN = frozenset({int, bool, str, type(None)})  # what never becomes another value
+
 
 class Served:
     """A bundle that serves one CUDA device.
@@ -22,6 +29,7 @@ class Served:
         device: the ordinal.
         at_least: weakest evidence of a variant that may serve, or None for any; see ``Bundle.prepare``.
         ops: for each op what its callers have prepared, under keys of their own; see ``ready``.
+        calls: what calls like those before need not work out again; see ``known``.
     """
 
     def __init__(self, bundle: Bundle, device: int, at_least: str | None = None) -> None:
@@ -29,6 +37,7 @@ class Served:
         self.device = device
         self.at_least = at_least
         self.ops: defaultdict[str, dict[Hashable, Op]] = defaultdict(dict)
+        self.calls: dict[Hashable, Any] = {}
 
     @property
     def sm(self) -> str:
@@ -47,6 +56,13 @@ class Served:
         if found is None:
             found = self.ops[op][wanted] = prepare(self, wanted)
         return found
+
+    def remember(self, key: Call, what: Any) -> None:
+        """Let ``known`` find ``what`` at the next call that looks the same."""
+        if _PLAIN.issuperset(map(type, key[1])):
+            if len(self.calls) >= _MOST_CALLS:
+                self.calls.clear()
+            self.calls[key] = what
 
     def prepare(self, op: str, **axes: Any) -> Op:
         """As ``Bundle.prepare`` on this device; what the bundle lacks is reported with the command that builds it.
@@ -104,6 +120,12 @@ def served_by(device: int) -> Served:
             f"no bundle serves {device_name(device)}; call kernseal.loader.serving.use_bundle first"
         )
     return found
+
+
+def known(device: int, key: Call) -> Any | None:
+    """What the bundle that serves ``device`` remembers of a call, or None."""
+    found = _served.get(device)
+    return found.calls.get(key) if found is not None and _PLAIN.issuperset(map(type, key[1])) else None
 
 
 def device_name(device: int) -> str:

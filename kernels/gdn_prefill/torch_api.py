@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -27,12 +27,20 @@ from kernseal.kernels.gdn_prefill.states import (
     workspace,
 )
 from kernseal.loader import serving
-from kernseal.loader.addresses import dtype_name
+from kernseal.loader.addresses import dtype_name, look, on
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
-from kernseal.loader.serving import Served, served_by, use_bundle
+from kernseal.loader.serving import Served, known, served_by, use_bundle
 
 __all__ = ["REPLACES", "chunk_gated_delta_rule", "prepare", "use_bundle"]
+
+_Result: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
+
+_CHANGING = (
+    *("q", "k", "v", "alpha", "beta", "initial_state", "cu_seqlens", "state_indices", "output_state_indices"),
+    *("checkpoints", "checkpoint_cu_starts", "o", "final_state", "workspace", "scale", "stream"),
+)
+"""Fields that are not among what is remembered of a call: the addresses of the tensors, the scale, the stream."""
 
 prepare = functools.partial(serving.prepare, "gdn_prefill")
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
@@ -69,7 +77,7 @@ def chunk_gated_delta_rule(
     output_state_indices: torch.Tensor | None = None,
     checkpoint_state_indices: torch.Tensor | None = None,
     prefix_lens: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> _Result:
     """Gated delta rule over packed sequences, on torch's current stream.
 
     The gate ``g`` is the LINEAR decay exp(log gate). A variant is prepared at its first use on a device.
@@ -110,6 +118,25 @@ def chunk_gated_delta_rule(
         Capturing: under graph capture before the variant was prepared.
         NotPrepared: no bundle serves the device; see ``use_bundle``.
     """
+    cut: dict[str, int] = {}
+    if use_cp is True or _cp_chunk_len is not None:
+        cut = {"max_seqlen": max_seqlen or 0, "chunk_len": _cp_chunk_len or 0}
+    device = q.get_device()
+    tensors = (
+        *(q, k, v, g, beta, initial_state, cu_seqlens, state_indices, output_state_indices),
+        *(state_checkpoints, checkpoint_cu_starts, output, output_state),
+    )
+    flags = (
+        *(bool(output_final_state), checkpoint_every_n_tokens, use_cp, backend, gate_domain),
+        *(use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log is None, dt_bias is None, beta_is_logit),
+        *(checkpoint_state_indices is None, prefix_lens is None),
+    )
+    shown, addresses = look(tensors)
+    key = "chunk_gated_delta_rule", flags, shown
+    call: _Known | None = None if cut else known(device, key)
+    if call is not None:
+        with on(device):
+            return call.launch(addresses, q, output, output_state, scale)
     _refuse(
         use_qk_l2norm_in_kernel=(use_qk_l2norm_in_kernel, "normalise q and k first"),
         backend=(backend not in ("auto", "flashinfer"), "supported: auto, flashinfer"),
@@ -129,14 +156,12 @@ def chunk_gated_delta_rule(
         raise InvalidArgument("output_state: must be the pool to write to when state_indices is given")
     heads = max(q.shape[1], v.shape[1])
     num_seqs = cu_seqlens.shape[0] - 1
-    cut: dict[str, int] = {}
-    if use_cp is True or _cp_chunk_len is not None:
-        cut = {"max_seqlen": max_seqlen or 0, "chunk_len": _cp_chunk_len or 0}
+    if cut:
         # Those kernels always read both.
         g, beta = (
             q.new_ones((q.shape[0], heads), dtype=torch.float32) if x is None else x for x in (g, beta)
         )
-    with torch.cuda.device(q.device):
+    with on(device):
         if state_indices is None or (initial_state is None and output_state is None):
             states = _packed(initial_state, output_state, (num_seqs, heads, q.shape[2], q.shape[2]), q.device)
         else:
@@ -154,29 +179,35 @@ def chunk_gated_delta_rule(
             checkpoints=checkpoint_every_n_tokens > 0,
         )
         name, prepare_op = ("gdn_prefill_cp", _prepare_cut) if cut else ("gdn_prefill", _prepare)
-        op = served_by(q.get_device()).ready(name, wanted, prepare_op)
+        served = served_by(device)
+        op = served.ready(name, wanted, prepare_op)
         if output is None:
             output = torch.empty((q.shape[0], heads, q.shape[2]), dtype=q.dtype, device=q.device)
-        op.run(
-            q=q,
-            k=k,
-            v=v,
-            o=output,
-            alpha=g,
-            beta=beta,
-            initial_state=states.initial,
-            final_state=states.final,
-            cu_seqlens=cu_seqlens,
-            state_indices=states.read_rows,
-            output_state_indices=states.write_rows,
-            checkpoints=state_checkpoints,
-            checkpoint_cu_starts=checkpoint_cu_starts,
-            checkpoint_every=checkpoint_every_n_tokens,
-            scale=scale or 1.0 / math.sqrt(q.shape[2]),
-            workspace=workspace(op, q, k, v, cu_seqlens, **cut),
-            stream=torch.cuda.current_stream().cuda_stream,
+        run = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "o": output,
+            "alpha": g,
+            "beta": beta,
+            "initial_state": states.initial,
+            "final_state": states.final,
+            "cu_seqlens": cu_seqlens,
+            "state_indices": states.read_rows,
+            "output_state_indices": states.write_rows,
+            "checkpoints": state_checkpoints,
+            "checkpoint_cu_starts": checkpoint_cu_starts,
+            "checkpoint_every": checkpoint_every_n_tokens,
+            "scale": scale or 1.0 / math.sqrt(q.shape[2]),
+            "workspace": workspace(op, q, k, v, cu_seqlens, **cut),
+            "stream": torch.cuda.current_stream(device).cuda_stream,
             **cut,
-        )
+        }
+        op.run(**run)
+        # Where the rows are the caller's own, so is all memory but what is made afresh for every call.
+        own_rows = states.read_rows is state_indices and states.write_rows is output_state_indices
+        if own_rows and not cut:
+            served.remember(key, _Known(device, op, run, states.transposed, bool(output_final_state)))
     return (output, states.logical_final) if output_final_state else output
 
 
@@ -205,6 +236,43 @@ class _Wanted(NamedTuple):
     alpha: bool
     beta: bool
     checkpoints: bool
+
+
+class _Known:
+    """A call that was made: with other memory and the same in all else, it is made again without another look."""
+
+    def __init__(
+        self, device: int, op: Op, run: dict[str, Any], transposed: bool, returns_state: bool
+    ) -> None:
+        self._call = op.settle(_CHANGING, **run)
+        self._device = device
+        self._scale = 1.0 / math.sqrt(run["q"].shape[2])
+        self._output, self._state = tuple(run["o"].shape), tuple(run["final_state"].shape)
+        self._state_dtype, self._workspace = run["final_state"].dtype, run["workspace"].numel()
+        self._transposed, self._returns_state = transposed, returns_state
+
+    def launch(
+        self,
+        addresses: list[int],
+        q: torch.Tensor,
+        output: torch.Tensor | None,
+        state: torch.Tensor | None,
+        scale: float | None,
+    ) -> _Result:
+        """``addresses``: of the caller's tensors."""
+        *given, output_at, state_at = addresses
+        if output is None:
+            output = q.new_empty(self._output)
+            output_at = output.data_ptr()
+        if state is None:
+            state = q.new_empty(self._state, dtype=self._state_dtype)
+            state_at = state.data_ptr()
+            if self._transposed:
+                state = state.transpose(-1, -2)
+        scratch = q.new_empty(self._workspace, dtype=torch.uint8)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._call.launch([*given, output_at, state_at, scratch.data_ptr(), scale or self._scale, stream])
+        return (output, state) if self._returns_state else output
 
 
 def _prepare(served: Served, wanted: _Wanted) -> Op:

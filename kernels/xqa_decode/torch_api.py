@@ -23,15 +23,15 @@ from kernseal.loader.addresses import (
     check_sm_count,
     dense,
     dtype_name,
-    launch_on,
+    look,
     memory,
+    on,
     on_device,
     optional,
-    scale,
 )
 from kernseal.loader.errors import InvalidArgument
-from kernseal.loader.op import Op
-from kernseal.loader.serving import Served, served_by, use_bundle
+from kernseal.loader.op import Op, Settled
+from kernseal.loader.serving import Served, known, served_by, use_bundle
 
 __all__ = ["REPLACES", "prepare", "use_bundle", "xqa"]
 
@@ -47,8 +47,16 @@ _MASK_BYTES = {torch.uint16: 2, torch.int16: 2, torch.uint32: 4, torch.int32: 4}
 _FP4_PER_BYTE = 2
 _FP4_PER_SCALE = 16
 _MASK_BITS = 32
+_NUMBER = (float, int)
 _FP8_MATH_SM = "sm_90a"
 _FP8_MATH_HEAD_DIM = 256
+
+_CHANGING = (
+    *("q", "k", "v", "page_table", "seq_lens", "o", "workspace", "semaphores", "sinks"),
+    *("q_scale_ptr", "kv_scale_ptr", "mask", "q_cu_lens", "k_scales", "v_scales"),
+    *("q_scale", "kv_scale", "rcp_out_scale", "stream"),
+)
+"""Fields that are not among what is remembered of a call: the addresses of the tensors, factors, the stream."""
 
 prepare = functools.partial(serving.prepare, "xqa_decode")
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
@@ -122,87 +130,35 @@ def xqa(
         NotPrepared: no bundle serves the device; see ``use_bundle``.
     """
     device = q.get_device()
-    served = served_by(device)
-    *tokens, num_q_heads, head_dim = q.shape
-    batch_size, q_rows = seq_lens.numel(), math.prod(tokens)
-    ragged, drafts, window = q_cu_seq_lens is not None, q_seq_len > 1, max(sliding_win_size, 0)
-    uniform = tokens[:1] == [batch_size] and q_rows == batch_size * q_seq_len
-    if not tokens or not (ragged or uniform):
-        expected = f"{batch_size} sequences of {q_seq_len} tokens"
-        raise InvalidArgument(f"q: shape {tuple(q.shape)}; expected {expected}, heads and their elements")
-    check_sm_count(sm_count, device)
-    wanted = _Wanted(
-        q.dtype,
-        k_cache.dtype,
-        output.dtype,
-        head_dim,
-        num_q_heads // max(num_kv_heads, 1),
-        page_size,
-        window > 0,
-        drafts,
-        fp8_math,
+    if k_cache.dtype != torch.uint8:
+        k_sf_cache = v_sf_cache = None
+    if q_seq_len <= 1:
+        mask = None
+    q_factor, q_scale_ptr = (q_scale, None) if isinstance(q_scale, _NUMBER) else (1.0, q_scale)
+    kv_factor, kv_scale_ptr = (kv_scale, None) if isinstance(kv_scale, _NUMBER) else (1.0, kv_scale)
+    if kv_scale_ptr is not None and k_cache.dtype == q.dtype:
+        dense("kv_scale", kv_scale_ptr, _F32, 1, device)
+        kv_scale_ptr = None
+    tensors = (
+        *(q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores, sinks),
+        *(q_scale_ptr, kv_scale_ptr, mask, q_cu_seq_lens, k_sf_cache, v_sf_cache),
     )
-    op = served.ready("xqa_decode", wanted, _prepare)
-    if q_rows == 0 and ragged:
-        return
-    fp4 = k_cache.dtype == torch.uint8
-    num_pages = k_cache.shape[0]
-    pool = num_pages, page_size, num_kv_heads, head_dim // _FP4_PER_BYTE if fp4 else head_dim
-    k, kv_strides = _pool("k_cache", k_cache, (k_cache.dtype,), pool, kv_layout, device)
-    v, v_strides = _pool("v_cache", v_cache, (k_cache.dtype,), pool, kv_layout, device)
-    if v_strides != kv_strides:
-        raise InvalidArgument(f"v_cache: strides {v_cache.stride()}; k_cache has {k_cache.stride()}")
-    k_scales, v_scales, scale_strides = 0, 0, (0, 0, 0)
-    if fp4:
-        pool = num_pages, page_size, num_kv_heads, head_dim // _FP4_PER_SCALE
-        k_scales, scale_strides = _pool("k_sf_cache", k_sf_cache, _FP4_SCALES, pool, kv_layout, device)
-        v_scales, v_strides = _pool("v_sf_cache", v_sf_cache, _FP4_SCALES, pool, kv_layout, device)
-        if v_strides != scale_strides:
-            raise InvalidArgument("v_sf_cache: its strides must be those of k_sf_cache")
-    max_pages = page_table.shape[-1]
-    q_scale_value, q_scale_ptr = scale("q_scale", q_scale, _F32, device)
-    kv_scale_value, kv_scale_ptr = scale("kv_scale", kv_scale, _F32, device)
-    run = {
-        "num_q_heads": num_q_heads,
-        "num_kv_heads": num_kv_heads,
-        "q_len": q_seq_len,
-        "kv_splits": kv_splits,
-        "window": window,
-        "pdl": 1 if enable_pdl is None or enable_pdl else 0,
-        "q_scale": q_scale_value,
-        "kv_scale": kv_scale_value,
-        "rcp_out_scale": rcp_out_scale,
-        "batch_size": batch_size,
-        "q_rows": q_rows,
-        "num_pages": num_pages,
-        "max_pages_per_seq": max_pages,
-        "max_seq_len": 0,
-        "kv_page_stride": kv_strides[0],
-        "kv_token_stride": kv_strides[1],
-        "kv_head_stride": kv_strides[2],
-        "scale_page_stride": scale_strides[0],
-        "scale_token_stride": scale_strides[1],
-        "scale_head_stride": scale_strides[2],
-        "q": dense("q", q, (q.dtype,), q_rows * num_q_heads * head_dim, device),
-        "k": k,
-        "v": v,
-        "k_scales": k_scales,
-        "v_scales": v_scales,
-        "o": dense("output", output, (output.dtype,), q_rows * num_q_heads * head_dim, device),
-        "page_table": dense("page_table", page_table, _I32, batch_size * max_pages, device),
-        "seq_lens": dense("seq_lens", seq_lens, _LENGTHS, batch_size, device),
-        "q_cu_lens": optional("q_cu_seq_lens", q_cu_seq_lens, _LENGTHS, batch_size + 1, device),
-        "mask": _mask(mask, q_rows, q_seq_len, device) if drafts else 0,
-        "sinks": optional("sinks", sinks, _F32, num_q_heads, device),
-        "q_scale_ptr": q_scale_ptr,
-        "kv_scale_ptr": 0 if k_cache.dtype == q.dtype else kv_scale_ptr,
-        "semaphores": memory("semaphores", semaphores, device),
-        "semaphores_bytes": semaphores.nbytes,
-        "workspace": memory("workspace_buffer", workspace_buffer, device),
-        "workspace_bytes": workspace_buffer.nbytes,
-        "stream": torch.cuda.current_stream(device).cuda_stream,
-    }
-    launch_on(device, op, run)
+    numbers = (
+        *(num_kv_heads, page_size, sliding_win_size, kv_layout, sm_count, enable_pdl, q_seq_len),
+        *(fp8_math, kv_splits),
+    )
+    shown, addresses = look(tensors)
+    key = "xqa", numbers, shown
+    call = known(device, key)
+    if call is None:
+        served = served_by(device)
+        call = _settle(served, *tensors, *numbers)
+        if call is None:
+            return
+        served.remember(key, call)
+    with on(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        call.launch([*addresses, q_factor, kv_factor, rcp_out_scale, stream])
 
 
 REPLACES = {"flashinfer.xqa": {"xqa": xqa}, "flashinfer": {"xqa": xqa}}
@@ -246,12 +202,112 @@ def _prepare(served: Served, wanted: _Wanted) -> Op:
     )
 
 
-def _mask(mask: torch.Tensor | None, rows: int, q_len: int, device: int) -> int:
+def _settle(
+    served: Served,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    semaphores: torch.Tensor,
+    sinks: torch.Tensor | None,
+    q_scale_ptr: torch.Tensor | None,
+    kv_scale_ptr: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    q_cu_seq_lens: torch.Tensor | None,
+    k_sf_cache: torch.Tensor | None,
+    v_sf_cache: torch.Tensor | None,
+    num_kv_heads: int,
+    page_size: int,
+    sliding_win_size: int,
+    kv_layout: str,
+    sm_count: int | None,
+    enable_pdl: bool | None,
+    q_seq_len: int,
+    fp8_math: bool | None,
+    kv_splits: int,
+) -> Settled | None:
+    """Check a call and work out its numbers; None where there is nothing to launch."""
+    device = served.device
+    *tokens, num_q_heads, head_dim = q.shape
+    batch_size, q_rows = seq_lens.numel(), math.prod(tokens)
+    ragged, drafts, window = q_cu_seq_lens is not None, q_seq_len > 1, max(sliding_win_size, 0)
+    uniform = tokens[:1] == [batch_size] and q_rows == batch_size * q_seq_len
+    if not tokens or not (ragged or uniform):
+        expected = f"{batch_size} sequences of {q_seq_len} tokens"
+        raise InvalidArgument(f"q: shape {tuple(q.shape)}; expected {expected}, heads and their elements")
+    check_sm_count(sm_count, device)
+    wanted = _Wanted(
+        q.dtype,
+        k_cache.dtype,
+        output.dtype,
+        head_dim,
+        num_q_heads // max(num_kv_heads, 1),
+        page_size,
+        window > 0,
+        drafts,
+        fp8_math,
+    )
+    op = served.ready("xqa_decode", wanted, _prepare)
+    if q_rows == 0 and ragged:
+        return None
+    fp4 = k_cache.dtype == torch.uint8
+    num_pages = k_cache.shape[0]
+    pool = num_pages, page_size, num_kv_heads, head_dim // _FP4_PER_BYTE if fp4 else head_dim
+    kv_strides = _pool("k_cache", k_cache, (k_cache.dtype,), pool, kv_layout, device)
+    if _pool("v_cache", v_cache, (k_cache.dtype,), pool, kv_layout, device) != kv_strides:
+        raise InvalidArgument(f"v_cache: strides {v_cache.stride()}; k_cache has {k_cache.stride()}")
+    scale_strides = 0, 0, 0
+    if fp4:
+        pool = num_pages, page_size, num_kv_heads, head_dim // _FP4_PER_SCALE
+        scale_strides = _pool("k_sf_cache", k_sf_cache, _FP4_SCALES, pool, kv_layout, device)
+        if _pool("v_sf_cache", v_sf_cache, _FP4_SCALES, pool, kv_layout, device) != scale_strides:
+            raise InvalidArgument("v_sf_cache: its strides must be those of k_sf_cache")
+    max_pages = page_table.shape[-1]
+    optional("q_scale", q_scale_ptr, _F32, 1, device)
+    optional("kv_scale", kv_scale_ptr, _F32, 1, device)
+    dense("q", q, (q.dtype,), q_rows * num_q_heads * head_dim, device)
+    dense("output", output, (output.dtype,), q_rows * num_q_heads * head_dim, device)
+    dense("page_table", page_table, _I32, batch_size * max_pages, device)
+    dense("seq_lens", seq_lens, _LENGTHS, batch_size, device)
+    optional("q_cu_seq_lens", q_cu_seq_lens, _LENGTHS, batch_size + 1, device)
+    if drafts:
+        _mask(mask, q_rows, q_seq_len, device)
+    optional("sinks", sinks, _F32, num_q_heads, device)
+    memory("semaphores", semaphores, device)
+    memory("workspace_buffer", workspace_buffer, device)
+    return op.settle(
+        _CHANGING,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        q_len=q_seq_len,
+        kv_splits=kv_splits,
+        window=window,
+        pdl=1 if enable_pdl is None or enable_pdl else 0,
+        batch_size=batch_size,
+        q_rows=q_rows,
+        num_pages=num_pages,
+        max_pages_per_seq=max_pages,
+        max_seq_len=0,
+        kv_page_stride=kv_strides[0],
+        kv_token_stride=kv_strides[1],
+        kv_head_stride=kv_strides[2],
+        scale_page_stride=scale_strides[0],
+        scale_token_stride=scale_strides[1],
+        scale_head_stride=scale_strides[2],
+        semaphores_bytes=semaphores.nbytes,
+        workspace_bytes=workspace_buffer.nbytes,
+    )
+
+
+def _mask(mask: torch.Tensor | None, rows: int, q_len: int, device: int) -> None:
     if mask is None:
         raise InvalidArgument(f"mask: missing; q_seq_len is {q_len}")
     size = _MASK_BYTES.get(mask.dtype, 1)
     words = rows * math.ceil(q_len / _MASK_BITS)
-    return dense("mask", mask, _MASK_BYTES, words * _MASK_BITS // (8 * size), device)
+    dense("mask", mask, _MASK_BYTES, words * _MASK_BITS // (8 * size), device)
 
 
 def _pool(
@@ -261,8 +317,8 @@ def _pool(
     shape: tuple[int, int, int, int],
     layout: str,
     device: int,
-) -> tuple[int, tuple[int, int, int]]:
-    """The address and the distances of pages, tokens and heads. ``shape`` is NHD."""
+) -> tuple[int, int, int]:
+    """The distances of pages, tokens and heads. ``shape`` is NHD."""
     if pool is None:
         raise InvalidArgument(f"{name}: missing; a uint8 cache is NVFP4")
     pages, tokens, heads, width = shape
@@ -277,7 +333,10 @@ def _pool(
     if layout == "HND":
         token, head = head, token
     # What there is only one of may have any stride.
-    page, head = page if pages > 1 else width, head if heads > 1 else width
+    page, token, head = (
+        stride if count > 1 else width for stride, count in ((page, pages), (token, tokens), (head, heads))
+    )
     if element != 1 or 0 in (page, token, head):
         raise InvalidArgument(f"{name}: strides {pool.stride()}; the last must be 1 and none of the others 0")
-    return on_device(name, pool, device), (page, token, head)
+    on_device(name, pool, device)
+    return page, token, head

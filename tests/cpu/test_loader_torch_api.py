@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from kernseal.kernels.gdn_prefill import torch_api  # noqa: E402
 from kernseal.kernels.gdn_prefill.torch_api import _packed, _pooled, chunk_gated_delta_rule  # noqa: E402
 from kernseal.loader import serving  # noqa: E402
 from kernseal.loader.errors import InvalidArgument, Unsupported  # noqa: E402
@@ -114,12 +115,19 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any],
         def run(**args: Any) -> None:
             calls.append((op, axes, args))
 
-        return SimpleNamespace(run=run, workspace_size=lambda **args: args.get("chunk_len", 0) + 8)
+        def settle(changing: tuple[str, ...], **args: Any) -> Any:
+            return SimpleNamespace(
+                launch=lambda values: run(**args | dict(zip(changing, values, strict=True)))
+            )
+
+        return SimpleNamespace(
+            run=run, settle=settle, workspace_size=lambda **args: args.get("chunk_len", 0) + 8
+        )
 
     bundle = SimpleNamespace(prepare=prepare)
     monkeypatch.setattr(serving, "_served", {-1: serving.Served(bundle, -1)})  # type: ignore[arg-type]
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     return calls
 
 
@@ -148,6 +156,90 @@ def test_sequences_are_cut_where_it_is_asked_for(
         assert not {"alpha", "beta"} & axes.keys() and torch.equal(args["beta"], torch.ones(4, 3))
     else:
         assert (axes["alpha"], axes["beta"], args["beta"]) == (True, False, None)
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    made = {"q": torch.zeros(4, 2, 128, dtype=torch.bfloat16), "cu_seqlens": torch.tensor([0, 4])}
+    made |= {"k": made["q"].clone(), "v": torch.zeros(4, 3, 128, dtype=torch.bfloat16)}
+    return {**made, "output_final_state": True, **changes}
+
+
+def pooled(**changes: Any) -> dict[str, Any]:
+    pools = {"initial_state": torch.zeros(5, 3, 128, 128), "output_state": torch.zeros(5, 3, 128, 128)}
+    return asked(**pools, state_indices=torch.tensor([2]), **changes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        asked,
+        lambda: asked(initial_state=hkv(1, 3, 128, 128)),
+        lambda: asked(initial_state=hkv(1, 3, 128, 128).to(torch.bfloat16), output_final_state=False),
+        lambda: asked(output=torch.zeros(4, 3, 128), output_state=hkv(1, 3, 128, 128), g=torch.ones(4, 3)),
+        pooled,
+        lambda: pooled(output_state_indices=torch.tensor([3]), scale=0.5),
+    ],
+    ids=["plain", "hkv", "bf16, one result", "memory of the caller's", "pooled", "other rows"],
+)
+def test_a_call_that_looks_like_one_before_is_the_same_call(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    first, again = make(), make()
+    chunk_gated_delta_rule(**first)
+    before = chunk_gated_delta_rule(**first)
+    monkeypatch.setattr(torch_api, "_Wanted", None)
+    made = chunk_gated_delta_rule(**again)
+    (op, axes, args), _, (op_again, axes_again, found) = launched
+    assert (op, axes) == (op_again, axes_again)
+    names = {"q": "q", "k": "k", "v": "v", "g": "alpha", "initial_state": "initial_state", "output": "o"}
+    names |= {"output_state": "final_state", "cu_seqlens": "cu_seqlens", "state_indices": "state_indices"}
+    names |= {"output_state_indices": "output_state_indices"}
+    for name, field in names.items():
+        if name in again:
+            assert found[field] == again[name].data_ptr() and args[field].data_ptr() == first[name].data_ptr()
+    assert [found[name] for name in ("beta", "checkpoints", "checkpoint_cu_starts")] == [0, 0, 0]
+    assert found["scale"] == args["scale"] == again.get("scale", 1 / math.sqrt(128)) and found["stream"] == 7
+    results, old = (r if isinstance(r, tuple) else (r,) for r in (made, before))
+    assert len(results) == len(old) == 1 + again["output_final_state"]
+    for result, same, field in zip(results, old, ("o", "final_state"), strict=False):
+        assert result.data_ptr() == found[field]
+        looks = [(t.shape, t.stride(), t.dtype) for t in (result, same)]
+        assert looks[0] == looks[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"backend": "cudnn"}, "backend: not supported"),
+        ({"prefix_lens": ROWS}, "prefix_lens: not supported"),
+        ({"use_cp": "always"}, "use_cp: 'always'"),
+        ({"cu_seqlens": None}, "cu_seqlens: missing"),
+        ({"cu_seqlens": torch.zeros(2)}, "cu_seqlens: torch.float32"),
+        ({"initial_state": torch.zeros(1, 3, 128, 256)[..., ::2]}, "V or K must be contiguous"),
+        ({"q": torch.zeros(4, 2, 128)}, "q: torch.float32"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_was_right_before_makes_nothing_else_right(
+    launched: list[Any], change: dict[str, Any], words: str
+) -> None:
+    chunk_gated_delta_rule(**asked())
+    for _ in range(2):
+        with pytest.raises((InvalidArgument, Unsupported), match=words):
+            chunk_gated_delta_rule(**asked(**change))
+    assert len(launched) == 1
+
+
+def test_rows_that_are_converted_are_converted_at_every_call(launched: list[Any]) -> None:
+    for row in (2, 3):
+        chunk_gated_delta_rule(**pooled() | {"state_indices": torch.tensor([row], dtype=torch.int32)})
+    assert [args["state_indices"].tolist() for _, _, args in launched] == [[2], [3]]
+
+
+def test_to_be_cut_or_not_is_not_mixed_up(launched: list[Any]) -> None:
+    for use_cp in (1, True, 1, True, "auto", True):
+        chunk_gated_delta_rule(**asked(use_cp=use_cp))
+    assert [op for op, _, _ in launched] == ["gdn_prefill", "gdn_prefill_cp"] * 3
 
 
 def test_a_word_that_use_cp_does_not_have_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from cpu.fake_driver.xqa import axes_of, library_of, param_sizes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from kernseal.kernels.xqa_decode import torch_api  # noqa: E402
 from kernseal.kernels.xqa_decode.torch_api import xqa  # noqa: E402
 from kernseal.loader import addresses, serving  # noqa: E402
 from kernseal.loader.bundle import Bundle  # noqa: E402
@@ -55,7 +57,13 @@ class Recorder:
     def prepare(self, op: str, device: int, at_least: str | None, **axes: Any) -> Any:
         assert at_least is None
         self.prepared.append({"op": op, "device": device, **axes})
-        return SimpleNamespace(launch=lambda **fields: self.launched.append(fields))
+        return SimpleNamespace(launch=lambda **fields: self.launched.append(fields), settle=self.settle)
+
+    def settle(self, changing: tuple[str, ...], **numbers: Any) -> Any:
+        def launch(values: list[Any]) -> None:
+            self.launched.append({**numbers, **dict(zip(changing, values, strict=True))})
+
+        return SimpleNamespace(launch=launch)
 
 
 @pytest.fixture
@@ -269,6 +277,16 @@ def test_the_stride_of_what_there_is_one_of_does_not_matter(recorder: Recorder) 
     assert strides(found) == [D, D, D]
 
 
+def test_one_token_a_page_may_have_any_stride(recorder: Recorder) -> None:
+    dense = torch.zeros(PAGES, 1, HKV, D, dtype=bf16)
+    for pool in (
+        dense,
+        dense.as_strided(dense.shape, (HKV * D, 7, D, 1)),
+    ):  # dense too, and taken for the same
+        found = launched(recorder, k_cache=pool, v_cache=dense, page_size=1)
+        assert strides(found) == [HKV * D, D, D]
+
+
 def test_an_nvfp4_cache_counts_bytes_and_has_scales(recorder: Recorder) -> None:
     pools = {
         name: torch.zeros(PAGES, SIZE, HKV, D // 2, dtype=torch.uint8) for name in ("k_cache", "v_cache")
@@ -374,6 +392,83 @@ def test_what_does_not_fit_is_refused(recorder: Recorder, changes: dict[str, Any
     with pytest.raises(InvalidArgument, match=words):
         xqa(**call(**changes))
     assert recorder.launched == []
+    xqa(**call())  # what was right before makes nothing else right
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match=words):
+            xqa(**call(**changes))
+    assert len(recorder.launched) == 1
+
+
+def test_a_call_that_looks_like_one_before_is_not_looked_at_again(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again = call(sinks=torch.zeros(HQ)), call(sinks=torch.zeros(HQ))
+    xqa(**first, q_scale=2.0)
+    monkeypatch.setattr(torch_api, "_settle", None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM + 1))
+    xqa(**again, q_scale=-0.0, kv_scale=0.5, rcp_out_scale=4.0)
+    before, found = recorder.launched
+    memory = {
+        **{name: again[name].data_ptr() for name in ("q", "page_table", "seq_lens", "sinks", "semaphores")},
+        "k": again["k_cache"].data_ptr(),
+        "v": again["v_cache"].data_ptr(),
+        "o": again["output"].data_ptr(),
+        "workspace": again["workspace_buffer"].data_ptr(),
+    }
+    factors = {"q_scale": -0.0, "kv_scale": 0.5, "rcp_out_scale": 4.0, "stream": STREAM + 1}
+    assert found == {**before, **memory, **factors} and math.copysign(1, found["q_scale"]) == -1
+    assert all(before[name] != address for name, address in memory.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"enable_pdl": False}, {"pdl": 0}),
+        ({"kv_splits": -1}, {"kv_splits": -1}),
+        ({"sliding_win_size": 9}, {"window": 9}),
+        ({"workspace_buffer": scratch(2000)}, {"workspace_bytes": 2000}),
+        ({"semaphores": torch.zeros(50, dtype=torch.uint32)}, {"semaphores_bytes": 200}),
+        ({"page_table": torch.zeros(B, 7, dtype=torch.int32)}, {"max_pages_per_seq": 7}),
+        ({"q_scale": torch.tensor(0.5)}, {"q_scale": 1.0}),
+        (
+            dict.fromkeys(("k_cache", "v_cache"), torch.zeros(PAGES, 2, SIZE, HKV, D, **q_of)[:, 0]),
+            {"kv_page_stride": 2 * SIZE * HKV * D},
+        ),
+        (
+            {**dict.fromkeys(("k_cache", "v_cache"), torch.zeros(PAGES, SIZE, SIZE, D, **q_of)), "num_kv_heads": SIZE}
+            | {"q": torch.zeros(B, 1, SIZE, D, **q_of), "kv_layout": "HND"},
+            {"kv_token_stride": D, "kv_head_stride": SIZE * D},
+        ),
+    ],
+    ids=lambda value: ", ".join(value),
+)  # fmt: skip
+def test_a_call_that_looks_otherwise_is_worked_out(
+    recorder: Recorder, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    for asked in ({}, changes, {}, changes):
+        launched(recorder, **asked)
+    plain, other, plain_again, other_again = (
+        {name: fields[name] for name in expected} for fields in recorder.launched
+    )
+    assert other == other_again == expected and plain == plain_again
+    assert plain != other or "q_scale" in changes
+    by_address = [fields["q_scale_ptr"] != 0 for fields in recorder.launched]
+    assert by_address == [False, "q_scale" in changes] * 2
+
+
+def test_a_number_with_a_value_of_its_own_is_looked_at_every_time(recorder: Recorder) -> None:
+    heads = torch.tensor(HKV)
+    launched(recorder, num_kv_heads=heads)
+    heads += 1
+    with pytest.raises(InvalidArgument, match="k_cache: shape"):
+        xqa(**call(num_kv_heads=heads))
+
+
+def test_few_calls_are_remembered(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_MOST_CALLS", 3)
+    for size in range(1000, 1010):
+        assert launched(recorder, workspace_buffer=scratch(size))["workspace_bytes"] == size
+        assert len(serving.served_by(HOST).calls) <= 3
 
 
 @pytest.mark.parametrize(
@@ -420,6 +515,8 @@ def test_the_library_takes_the_call(bundle: Bundle, gpu: FakeGpu) -> None:
     args = call()
     xqa(**args)
     (found,) = gpu.log("launch")
+    xqa(**args)
+    assert gpu.log("launch") == [found, found]
     assert found["grid"] == [1, HKV, B] and int(str(found["stream"]), 0) == STREAM
     xqa(
         **call(
@@ -428,7 +525,7 @@ def test_the_library_takes_the_call(bundle: Bundle, gpu: FakeGpu) -> None:
             seq_lens=args["seq_lens"][:0],
         )
     )
-    assert len(gpu.log("launch")) == 1
+    assert len(gpu.log("launch")) == 2
 
 
 def test_scratch_that_is_too_small_is_refused_with_the_size_that_is_needed(bundle: Bundle) -> None:
@@ -449,6 +546,7 @@ def test_a_missing_variant_is_reported_with_the_command_that_builds_it(bundle: B
 
 
 def test_a_call_after_the_bundle_was_closed_says_so(bundle: Bundle) -> None:
+    xqa(**call())
     xqa(**call())
     bundle.close()
     with pytest.raises(InvalidArgument, match="belongs to a bundle that was closed"):
