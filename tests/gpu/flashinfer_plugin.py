@@ -105,6 +105,7 @@ class Asked:
         self.variants.clear()
         for served in serving._served.values():
             served.ops.clear()
+            served.calls.clear()
 
 
 class Suite:
