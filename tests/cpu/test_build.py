@@ -173,6 +173,9 @@ def cli(*arguments: str, out: Path, **more: object) -> subprocess.Popen[str]:
         "KERNSEAL_CACHE": str(CACHE),
         "KERNSEAL_SIGNING_KEY": (CACHE / "tests.pem").read_text(),
     }
+    # A shell has what it runs in the background ignore Ctrl-C, and that is inherited.
+    restore = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    listening = [sys.executable, "-c", restore]
     command = [
         sys.executable,
         "-m",
@@ -186,7 +189,7 @@ def cli(*arguments: str, out: Path, **more: object) -> subprocess.Popen[str]:
         str(out),
     ]
     return subprocess.Popen(
-        [*command, *arguments],
+        [*listening, *command, *arguments],
         env=env,
         cwd=ROOT,
         text=True,
