@@ -57,8 +57,8 @@ def cutting_pays(parallel_work: int, longest: int, num_sms: int) -> bool:
     """Whether this op is faster than ``gdn_prefill``, as measured on an H200 with the kernels for SM90.
 
     Of 102 measured problems none takes more than 3.1 % longer than with the faster op (docs/kernel-benchmarks.md). Neither
-    SM120 nor SM121 were measured. The scratch is a hundredth to a quarter of what Triton's kernels take, that of
-    ``gdn_prefill`` next to nothing; and the bits of a sequence depend on how it is cut, which depends on the batch.
+    SM120 nor SM121 were measured. Where it is, the scratch is a tenth to a quarter of what Triton's kernels take,
+    that of ``gdn_prefill`` next to nothing; and the bits of a sequence depend on how it is cut, which depends on the batch.
 
     Args:
         parallel_work: sequences * max(q heads, v heads).

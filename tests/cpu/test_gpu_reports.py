@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu.sanitizer_report import parse
+from gpu.sanitizer_report import merged, parse
 
 GPU = Path(__file__).resolve().parents[1] / "gpu"
 
@@ -57,8 +57,19 @@ def test_only_a_log_without_findings_is_clean(tmp_path: Path, old: str, new: str
     assert json.loads(report.read_text())["clean"] is (code == 0)
 
 
-def test_the_driver_script_is_bash_that_parses() -> None:
-    done = subprocess.run(["bash", "-n", str(GPU / "run_all.sh")], capture_output=True, check=False)
+def test_a_later_report_counts_where_it_ran_to_its_end() -> None:
+    done = {"bundle": "sm90", "tool": "memcheck", "findings": 0, "calls": 14, "exit": 0}
+    stopped = {**done, "findings": None, "calls": None, "exit": 124}
+    found, again = {**done, "tool": "racecheck", "findings": 3, "exit": 99}, {**done, "tool": "racecheck"}
+    made = merged([{"commit": "a", "runs": [done, found]}, {"commit": "b", "runs": [stopped, again]}])
+    assert made["runs"] == [{"commit": "a", **done}, {"commit": "b", **again}]
+    assert made["clean"] and made["commit"] == "b"
+    assert not merged([{"commit": "a", "runs": [stopped]}])["clean"]
+
+
+@pytest.mark.parametrize("script", sorted(GPU.glob("*.sh")), ids=lambda path: path.name)
+def test_the_scripts_are_bash_that_parses(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
 
 

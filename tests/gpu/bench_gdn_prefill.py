@@ -140,8 +140,7 @@ def host_overhead(bundle: Bundle) -> dict[str, float]:
     case = Case(lengths=(1,), heads=(1, 1, 1))
     op = prepare(bundle, case)
     numbers, kept = addresses_of(op, case)
-    values = op._binder.values(numbers)
-    record = op._layout.pack(op._fields(values))
+    record = op._layout.pack(op._binder.row(numbers))
     asked = flashinfer_args(case, make_inputs(case))
     use_bundle(bundle)
     report = {

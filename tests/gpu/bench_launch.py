@@ -57,9 +57,8 @@ def alternate(contenders: Mapping[str, Call], rounds: int) -> dict[str, dict[str
 
 def ways(op: Op, args: dict[str, Any]) -> dict[str, Call]:
     """The ways to run an op with these tensors."""
-    values = op._binder.values(args)
-    fields = {name: values[name] for name in op._layout.names}
-    handle, run, record = op._handle, op._run, op._layout.pack(op._fields(values))
+    fields = op._binder.values(args)
+    handle, run, record = op._handle, op._run, op._layout.pack(list(fields.values()))
     without_stream = {name: value for name, value in args.items() if name != "stream"}
     return {
         C: lambda: run(handle, record),
