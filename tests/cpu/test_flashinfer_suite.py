@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from gpu import flashinfer_plugin as plugin  # noqa: E402
+from gpu import flashinfer_suite as suite  # noqa: E402
 from gpu.flashinfer_references import (  # noqa: E402
     PagedAttention,
     PagedLatentAttention,
@@ -228,3 +229,20 @@ def test_results_are_written_every_few_seconds(tmp_path: Path, monkeypatch: pyte
     results.pytest_sessionfinish()
     assert json.loads(results.path.read_text())["f.py"]["passed"] == 5
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_what_no_class_has_is_not_asked_of_the_build(capsys: pytest.CaptureFixture[str]) -> None:
+    """One name that the SM cannot have stopped the build of all."""
+    built, others = "topk_regions/bf16", "paged_mqa_logits/e4m3_of32_wf32_af32_h32_d128_n1_p64"
+    assert suite.why_not("sm_90a", built) == ""
+    suite.show_variants({"a": {"asked": [built, others]}, "b": {"asked": [built]}}, "sm_90a")
+    *_, said, last = capsys.readouterr().out.splitlines()
+    assert last == f"--variant {built}"
+    assert said == "2 variants in all, without 1 that sm_90a has not:"
+
+
+def test_a_folder_without_the_tests_is_refused(tmp_path: Path) -> None:
+    """pytest without a file would have run whatever it finds."""
+    asked = SimpleNamespace(folder=tmp_path / "tests", files=("tests/attention/test_*xqa*.py",))
+    with pytest.raises(SystemExit, match="must hold tests/ of FlashInfer"):
+        suite.run(asked, lambda files: None)  # type: ignore[arg-type]

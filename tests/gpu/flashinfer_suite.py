@@ -27,6 +27,8 @@ from gpu.bundles import ALL
 from gpu.flashinfer_plugin import SECONDS, SETTINGS
 from gpu.provenance import provenance
 
+from kernseal.loader.errors import Unsupported
+
 PLUGIN = "gpu.flashinfer_plugin"
 ENDED = (0, 1, 5)  # pytest's exit codes: all passed, some failed, none there
 PATIENCE = 20.0  # seconds for pytest to end by itself once this is to stop
@@ -64,6 +66,10 @@ def run(asked: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> tu
     ``keep`` gets what there is every few seconds. SIGINT and SIGTERM end the run early.
     """
     files = sorted({str(path) for pattern in asked.files for path in asked.folder.glob(pattern)})
+    if not files:
+        raise SystemExit(
+            f"{asked.folder}: has none of {', '.join(asked.files)}; it must hold tests/ of FlashInfer"
+        )
     with tempfile.TemporaryDirectory() as name:
         empty, results = Path(name, "pytest.ini"), Path(name, "results.json")
         empty.write_text("[pytest]\n")
@@ -136,14 +142,30 @@ def show(files: dict[str, Any]) -> None:
             print(f"  refused to compile in {count} tests: {module}")
 
 
-def show_variants(files: dict[str, Any]) -> None:
+def why_not(sm: str, name: str) -> str:
+    """Why no class of ``sm`` has the variant called ``OP/VARIANT``; nothing where one has."""
+    from kernseal.export.spec import Target, load_ops
+
+    op_name, _, variant = name.partition("/")
+    (op,) = [op for op in load_ops() if op.name == op_name]
+    try:
+        return "" if op.named(Target(sm), variant) else f"{op_name} has no variant {variant}"
+    except Unsupported as error:
+        return str(error)
+
+
+def show_variants(files: dict[str, Any], sm: str) -> None:
+    """The last line has what can be built for ``sm``: tests ask for more before they find that it is another's."""
     for file, found in files.items():
         print(f"\n{file}: {len(found['asked'])} variants")
         for variant in found["asked"]:
             print(f"  {variant}")
     every = sorted({variant for found in files.values() for variant in found["asked"]})
-    print(f"\n{len(every)} variants in all:")
-    print(" ".join(f"--variant {variant}" for variant in every))
+    nobodys = {variant: why for variant in every if (why := why_not(sm, variant))}
+    for variant, why in nobodys.items():
+        print(f"  not {variant}: {why}")
+    print(f"\n{len(every)} variants in all, without {len(nobodys)} that {sm} has not:")
+    print(" ".join(f"--variant {variant}" for variant in every if variant not in nobodys))
 
 
 def main() -> int:
@@ -161,7 +183,7 @@ def main() -> int:
     keep(files, complete)
     show(files)
     if asked.collect_variants:
-        show_variants(files)
+        show_variants(files, asked.collect_variants)
     if not complete:
         print("\npytest was stopped: this is what had ended until then")
         return 1
