@@ -552,8 +552,10 @@ KSEAL_API kseal_status kseal_gdn_prefill_release(kseal_gdn_prefill *handle);
  * Recurrence for token t of one (sequence, head), S of shape [V, K]: S = alpha_t * S; S += beta_t * (v_t - S
  * k_t) k_t^T; o_t = scale * S q_t. What gdn_prefill computes, up to rounding: where a chunk begins, the state
  * comes from a scan over chunks, in float32 for up to 16 heads and on the tensor cores in TF32 above.
- * Which op to take, upstream's rule: this one where N * H * d < n * SMs, gdn_prefill elsewhere; n/d is 1/2
- * where memory is HBM and 1/3 where it is GDDR. The length of the sequences plays no part in it.
+ * Which op to take, as measured on an H200: this one where N * H * 8 <= SMs and the longest sequence has 2,048
+ * tokens or more, or N * H * 4 <= SMs and it has 4,096 or more; gdn_prefill elsewhere. Upstream's rule does not
+ * look at the length: N * H * d < n * SMs, n/d 1/2 where memory is HBM and 1/3 where it is GDDR. On SM120
+ * neither was measured. The bits of both ops differ, so a choice by the batch makes them depend on it.
  * Gate domain: alpha is LINEAR, alpha = exp(g), one float32 per token and head. Passing the log gate g is the
  * classic integration bug. alpha and beta are always read; pass ones for none.
  * State layout: HVK keeps S as [.., H, V, K] with K contiguous (FlashInfer); HKV keeps [.., H, K, V] with V
