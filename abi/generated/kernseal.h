@@ -103,6 +103,7 @@ typedef struct kseal_gdn_prefill kseal_gdn_prefill;
 typedef struct kseal_gdn_prefill_cp kseal_gdn_prefill_cp;
 typedef struct kseal_paged_mqa_logits kseal_paged_mqa_logits;
 typedef struct kseal_paged_mqa_schedule kseal_paged_mqa_schedule;
+typedef struct kseal_paged_prefill kseal_paged_prefill;
 typedef struct kseal_qsa_attention kseal_qsa_attention;
 typedef struct kseal_qsa_metadata kseal_qsa_metadata;
 typedef struct kseal_qsa_selected kseal_qsa_selected;
@@ -954,6 +955,209 @@ KSEAL_API kseal_status kseal_paged_mqa_schedule_run(kseal_paged_mqa_schedule *ha
  * Streams: None. Not under graph capture.
  * Errors: KSEAL_DRIVER_ERROR. */
 KSEAL_API kseal_status kseal_paged_mqa_schedule_release(kseal_paged_mqa_schedule *handle);
+
+/* paged_prefill: Attention of packed query rows over a paged KV cache (FA2), planned on the host. One row a
+ * sequence is decode, more are drafts or a chunk of a prompt.
+ * Sequence b has the query rows qo_indptr[b] .. qo_indptr[b + 1] - 1 of q, and kv_lens[b] keys and values: key
+ * t is row t % page_size of page page_indices[page_indptr[b] + t // page_size]. Row i, head h: o =
+ * softmax(sm_scale * q K^T) V over the keys of head h / (num_q_heads / num_kv_heads) that the row may see.
+ * A page table [B, P] is a page_indptr of 0, P, 2 P .. : a sequence may have more entries than its keys need.
+ * Entries that no key needs may hold anything: they are not read. Rows of the last page past kv_lens[b] may
+ * hold anything: they change no bit.
+ * causal: the last query row sees every key, the one before it all but the last: row i sees the first kv_len -
+ * qo_len + i + 1 keys. Otherwise every row sees every key: what decode wants. There is no window, no soft cap
+ * and no rotary embedding.
+ * A row that sees no key (a sequence without keys; causal, the first qo_len - kv_len rows) gives exact zeros
+ * and an lse of -inf. A sequence without query rows does nothing.
+ * lse, where it is asked for, is log2 of the sum of exp(sm_scale * q K^T): base 2, as upstream's.
+ * The softmax weights of a tile are rounded to the element type before they meet V; sums and o are float32
+ * until o is written.
+ * Keys and values of the sequence that a row does not see must be finite: the value of a hidden key may count
+ * as 0 times what it is.
+ * plan, on the host, deals the work out: each thread block of the run gets a tile of tile_q query rows (rows
+ * times heads of one KV head) of one sequence. The device reads the plan's copy, so a plan may be made, in
+ * memory of its own, while the step before it runs.
+ * With tile_q 0 the tile follows from the mean length of the batch, as upstream's does. With tile_q fixed and
+ * kv_chunk not -1 a sequence gives the same bits whatever else is in the batch: which tile, which keys and in
+ * which order follow from its own lengths alone.
+ * kv_chunk not 0 splits the keys of a sequence: its parts go to workspace in the element type, and a second
+ * kernel merges them. -1 chooses the length of a part as upstream does, by the whole batch and the number of
+ * SMs: what decode of a few long sequences needs.
+ * With fixed_grid 1 the grid and the places of everything in the plan follow from args alone, so a captured run
+ * may be replayed after another plan with the same args was made and copied to the same plan_device. */
+/* What is fixed when paged_prefill is prepared. Read during the call only. */
+typedef struct kseal_paged_prefill_config {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* CUDA device ordinal, or -1 for the device of the current context. */
+    int32_t device;
+    /* Element type of q, k, v and o. kseal_dtype: bf16, f16. */
+    uint32_t dtype;
+    /* Elements of a row of q, k, v and o: 64, 128 or 256. */
+    uint32_t head_dim;
+    /* 1 hides the keys after a row's own position, aligned at the last row and key; with one row a sequence
+     * there are none. */
+    uint32_t causal;
+    /* A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams
+     * only. */
+    void *stream;
+} kseal_paged_prefill_config;
+
+/* What one run of paged_prefill gets. Read during the call only. */
+typedef struct kseal_paged_prefill_args {
+    /* sizeof of this struct as the caller was compiled. */
+    uint32_t struct_size;
+    /* Hq, a multiple of num_kv_heads. */
+    int32_t num_q_heads;
+    /* Hkv, up to 65535. */
+    int32_t num_kv_heads;
+    /* Rows of a page, at least 1. A power of two is the usual choice, none is required. */
+    int32_t page_size;
+    /* Query rows (rows times heads of one KV head) of a thread block: 16, 64, or 128 where head_dim is below
+     * 256. 0 chooses by the mean length of the batch. */
+    uint32_t tile_q;
+    /* 1 makes the launch follow from args alone, for a captured run that is replayed with other plans; 0
+     * launches what the plan needs. 1 with kv_chunk above 0 is refused: whether parts are merged would follow
+     * from the lengths. */
+    uint32_t fixed_grid;
+    /* 1 lets the launch begin while the kernel before it on the stream is ending (programmatic dependent
+     * launch); 0 does not. */
+    uint32_t pdl;
+    /* Multiplies the logits, 1 / sqrt(head_dim) for most models. Finite and above 0. */
+    float sm_scale;
+    /* B, the sequences. 0 is a no-op that succeeds. */
+    int64_t batch_size;
+    /* Rows of q and o: at least qo_indptr[B]. 0 is a no-op that succeeds. */
+    int64_t total_q;
+    /* Entries of page_indices: at least page_indptr[B]. Times page_size below 2^31. */
+    int64_t total_pages;
+    /* Pages of the pool that k and v point to. 0 only where total_pages is 0. */
+    int64_t num_pages;
+    /* Most keys of one part of a sequence: 0 for no parts, above 0, a multiple of page_size, for parts of so
+     * many keys, -1 for upstream's choice. */
+    int64_t kv_chunk;
+    /* Distance between rows of q; 0 means num_q_heads * head_dim. Strides of q are multiples of 16 bytes, at
+     * least a head long, below 2^28, and total_q times this one is below 2^32. In elements. */
+    int64_t q_row_stride;
+    /* Distance between heads of q; 0 means head_dim. In elements. */
+    int64_t q_head_stride;
+    /* Distance between pages of k, and of v; 0 means page_size * num_kv_heads * head_dim. Strides of k and v
+     * are multiples of 16 bytes, at least a head long, below 2^32. In elements. */
+    int64_t kv_page_stride;
+    /* Distance between rows of a page; 0 means num_kv_heads * head_dim (NHD). For HND pass head_dim. In
+     * elements. */
+    int64_t kv_row_stride;
+    /* Distance between KV heads of a page; 0 means head_dim (NHD). For HND pass page_size * head_dim. In
+     * elements. */
+    int64_t kv_head_stride;
+    /* [total_q, Hq, head_dim] of dtype with its strides, 16-byte aligned. */
+    const void *q;
+    /* [num_pages, page_size, Hkv, head_dim] of dtype with the kv strides, 16-byte aligned. May be null where
+     * num_pages is 0. */
+    const void *k;
+    /* As k, with the same strides. */
+    const void *v;
+    /* [total_pages] int32 on the device, aligned to its element: pages of the pool. Read on the device: not
+     * checked. May be null where total_pages is 0. */
+    const void *page_indices;
+    /* [total_q, Hq, head_dim] of dtype, dense, 16-byte aligned. Rows of the sequences are written. */
+    void *o;
+    /* [total_q, Hq] float32, dense, aligned to its element, or null. Rows of the sequences are written. */
+    void *lse;
+    /* [B + 1] int32 on the host, read by plan: from 0, never falling, up to at most total_q. */
+    const void *qo_indptr;
+    /* [B + 1] int32 on the host, read by plan: from 0, never falling, up to at most total_pages. */
+    const void *page_indptr;
+    /* [B] int32 on the host, read by plan: keys of each sequence, from 0 to its entries of page_indices times
+     * page_size. */
+    const void *kv_lens;
+    /* Memory of the host, 8-byte aligned: plan writes it, run reads its head (during the call only). With null,
+     * plan writes nothing and says how many bytes this plan takes. */
+    void *plan;
+    /* Size of plan. kseal_paged_prefill_plan_size gives one that is enough for all lengths with these totals:
+     * with kv_chunk above 0 far more than most need. In bytes. */
+    uint64_t plan_bytes;
+    /* Copy of the plan on the device, 16-byte aligned, as many bytes as plan said. Read by the launch. */
+    const void *plan_device;
+    /* Scratch for the parts, 16-byte aligned, one per launch in flight; may be null where kv_chunk is 0.
+     * Contents need not be kept. */
+    void *workspace;
+    /* Size of workspace. kseal_paged_prefill_workspace_size gives one that is enough for all lengths with these
+     * totals: with kv_chunk above 0 far more than most need. plan refuses one that is too small, with what it
+     * needs. In bytes. */
+    uint64_t workspace_bytes;
+    /* CUstream to launch on; null is the legacy default stream. */
+    void *stream;
+} kseal_paged_prefill_args;
+
+
+/* Picks the variant for `config`, reads its image from the bundle once, compares its SHA-256 with the one
+ * compiled into the library, and loads those bytes on the device. May allocate and lock. The handle runs on
+ * that device only. Preparing the same variant again, also for other devices, shares what is loaded. On failure
+ * *handle is NULL and nothing stays loaded.
+ * Lifetimes: *handle is the caller's until kseal_paged_prefill_release. The bundle may be closed before that.
+ * Threads: Any.
+ * Streams: None: the config's stream is only asked whether it is being captured. Not under graph capture, which
+ * it refuses where the driver tells of it (that stream, the default streams, blocking streams of the current
+ * context).
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_UNSUPPORTED, KSEAL_ABI_MISMATCH, KSEAL_WRONG_SM, KSEAL_MISSING,
+ * KSEAL_MISMATCH, KSEAL_MALFORMED, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_IO_ERROR, KSEAL_OUT_OF_MEMORY. */
+KSEAL_API kseal_status kseal_paged_prefill_prepare(kseal_bundle *bundle,
+    const kseal_paged_prefill_config *config,
+    kseal_paged_prefill **handle);
+
+/* Bytes of workspace that a run with these args needs. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_paged_prefill_workspace_size(kseal_paged_prefill *handle,
+    const kseal_paged_prefill_args *args,
+    uint64_t *bytes);
+
+/* Bytes that a plan for args of these sizes may take. Looks at no pointer in args. *bytes is set on success
+ * only.
+ * Lifetimes: A number, the same for the same sizes as long as the handle lives.
+ * Threads: Any.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_OVERFLOW, KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_paged_prefill_plan_size(kseal_paged_prefill *handle,
+    const kseal_paged_prefill_args *args,
+    uint64_t *bytes);
+
+/* Plans a run on the host: reads what args points to on the host and writes the plan there. The caller then
+ * copies *bytes of it to the device, in the order of the stream, and runs with the same args. Calls nothing of
+ * the driver; does not allocate, lock or wait. *bytes is set on success only; on failure the plan's contents
+ * are of no use.
+ * Lifetimes: The plan is the caller's, as is its copy, and the handle keeps nothing of it: a step can be
+ * planned while the device still works on another one that has its own.
+ * Threads: Any, also several at once with the same handle and different plans.
+ * Streams: None. Allowed under graph capture.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH. */
+KSEAL_API kseal_status kseal_paged_prefill_plan(kseal_paged_prefill *handle,
+    const kseal_paged_prefill_args *args,
+    uint64_t *bytes);
+
+/* Validates args and launches, with the device of the handle current. Does not allocate, lock, load or wait.
+ * Lifetimes: args is free when the call returns. Device memory that it names must stay valid, and the handle
+ * prepared, until the launch has finished; with a graph that captured it, until that graph is launched no more.
+ * Threads: Any, also several at once with the same handle and different scratch.
+ * Streams: Launches on args->stream only, in its order: null or 1 is the legacy default stream, 2 the
+ * per-thread default stream. May be captured into a graph: the launch keeps the numbers and addresses of args,
+ * and a replay reads the memory as it is then.
+ * Errors: KSEAL_INVALID_ARGUMENT, KSEAL_MISALIGNED, KSEAL_WORKSPACE_TOO_SMALL, KSEAL_OVERFLOW,
+ * KSEAL_ABI_MISMATCH, KSEAL_DRIVER_ERROR, KSEAL_CAPTURING, KSEAL_NOT_PREPARED. */
+KSEAL_API kseal_status kseal_paged_prefill_run(kseal_paged_prefill *handle, const kseal_paged_prefill_args *args);
+
+/* Frees a handle; NULL is allowed. The handle is gone whatever is returned.
+ * Lifetimes: The last handle of a variant unloads it, so its launches must have finished and no graph that
+ * holds them may be launched again.
+ * Threads: Once per handle, when no other call uses it.
+ * Streams: None. Not under graph capture.
+ * Errors: KSEAL_DRIVER_ERROR. */
+KSEAL_API kseal_status kseal_paged_prefill_release(kseal_paged_prefill *handle);
 
 /* qsa_attention: Attention over the KV blocks that were selected for each query token (QSA), paged cache,
  * decode, drafts and prefill.

@@ -79,6 +79,12 @@ struct Api {
     decltype(&::kseal_paged_mqa_schedule_workspace_size) kseal_paged_mqa_schedule_workspace_size;
     decltype(&::kseal_paged_mqa_schedule_run) kseal_paged_mqa_schedule_run;
     decltype(&::kseal_paged_mqa_schedule_release) kseal_paged_mqa_schedule_release;
+    decltype(&::kseal_paged_prefill_prepare) kseal_paged_prefill_prepare;
+    decltype(&::kseal_paged_prefill_workspace_size) kseal_paged_prefill_workspace_size;
+    decltype(&::kseal_paged_prefill_plan_size) kseal_paged_prefill_plan_size;
+    decltype(&::kseal_paged_prefill_plan) kseal_paged_prefill_plan;
+    decltype(&::kseal_paged_prefill_run) kseal_paged_prefill_run;
+    decltype(&::kseal_paged_prefill_release) kseal_paged_prefill_release;
     decltype(&::kseal_qsa_attention_choose) kseal_qsa_attention_choose;
     decltype(&::kseal_qsa_attention_prepare) kseal_qsa_attention_prepare;
     decltype(&::kseal_qsa_attention_workspace_size) kseal_qsa_attention_workspace_size;
@@ -159,6 +165,12 @@ template <class Find> Api resolve(Find find) {
     set(api.kseal_paged_mqa_schedule_workspace_size, "kseal_paged_mqa_schedule_workspace_size");
     set(api.kseal_paged_mqa_schedule_run, "kseal_paged_mqa_schedule_run");
     set(api.kseal_paged_mqa_schedule_release, "kseal_paged_mqa_schedule_release");
+    set(api.kseal_paged_prefill_prepare, "kseal_paged_prefill_prepare");
+    set(api.kseal_paged_prefill_workspace_size, "kseal_paged_prefill_workspace_size");
+    set(api.kseal_paged_prefill_plan_size, "kseal_paged_prefill_plan_size");
+    set(api.kseal_paged_prefill_plan, "kseal_paged_prefill_plan");
+    set(api.kseal_paged_prefill_run, "kseal_paged_prefill_run");
+    set(api.kseal_paged_prefill_release, "kseal_paged_prefill_release");
     set(api.kseal_qsa_attention_choose, "kseal_qsa_attention_choose");
     set(api.kseal_qsa_attention_prepare, "kseal_qsa_attention_prepare");
     set(api.kseal_qsa_attention_workspace_size, "kseal_qsa_attention_workspace_size");
@@ -422,6 +434,27 @@ struct PagedMqaSchedule {
     static Args args() noexcept { return detail::sized<Args>(); }
 };
 
+/// Attention of packed query rows over a paged KV cache (FA2), planned on the host. One row a sequence is decode, more are drafts or a chunk of a prompt.
+struct PagedPrefill {
+    using Raw = kseal_paged_prefill;
+    using Config = kseal_paged_prefill_config;
+    using Args = kseal_paged_prefill_args;
+
+    static constexpr const char *name = "paged_prefill";
+    static constexpr bool has_semaphores = false;
+    static constexpr bool has_plan = true;
+    static constexpr auto prepare = &Api::kseal_paged_prefill_prepare;
+    static constexpr auto workspace_size = &Api::kseal_paged_prefill_workspace_size;
+    static constexpr auto plan_size = &Api::kseal_paged_prefill_plan_size;
+    static constexpr auto plan = &Api::kseal_paged_prefill_plan;
+    static constexpr auto run = &Api::kseal_paged_prefill_run;
+    static constexpr auto release = &Api::kseal_paged_prefill_release;
+
+    /// All zero but for struct_size.
+    static Config config() noexcept { return detail::sized<Config>(); }
+    static Args args() noexcept { return detail::sized<Args>(); }
+};
+
 /// Attention over the KV blocks that were selected for each query token (QSA), paged cache, decode, drafts and prefill.
 struct QsaAttention {
     using Raw = kseal_qsa_attention;
@@ -637,6 +670,12 @@ class Library {
         api.kseal_paged_mqa_schedule_workspace_size = &::kseal_paged_mqa_schedule_workspace_size;
         api.kseal_paged_mqa_schedule_run = &::kseal_paged_mqa_schedule_run;
         api.kseal_paged_mqa_schedule_release = &::kseal_paged_mqa_schedule_release;
+        api.kseal_paged_prefill_prepare = &::kseal_paged_prefill_prepare;
+        api.kseal_paged_prefill_workspace_size = &::kseal_paged_prefill_workspace_size;
+        api.kseal_paged_prefill_plan_size = &::kseal_paged_prefill_plan_size;
+        api.kseal_paged_prefill_plan = &::kseal_paged_prefill_plan;
+        api.kseal_paged_prefill_run = &::kseal_paged_prefill_run;
+        api.kseal_paged_prefill_release = &::kseal_paged_prefill_release;
         api.kseal_qsa_attention_choose = &::kseal_qsa_attention_choose;
         api.kseal_qsa_attention_prepare = &::kseal_qsa_attention_prepare;
         api.kseal_qsa_attention_workspace_size = &::kseal_qsa_attention_workspace_size;

@@ -55,6 +55,7 @@ typedef struct kseal_gdn_prefill kseal_gdn_prefill;
 typedef struct kseal_gdn_prefill_cp kseal_gdn_prefill_cp;
 typedef struct kseal_paged_mqa_logits kseal_paged_mqa_logits;
 typedef struct kseal_paged_mqa_schedule kseal_paged_mqa_schedule;
+typedef struct kseal_paged_prefill kseal_paged_prefill;
 typedef struct kseal_qsa_attention kseal_qsa_attention;
 typedef struct kseal_qsa_metadata kseal_qsa_metadata;
 typedef struct kseal_qsa_selected kseal_qsa_selected;
@@ -277,6 +278,49 @@ typedef struct kseal_paged_mqa_schedule_args {
     void *schedule;
     void *stream;
 } kseal_paged_mqa_schedule_args;
+typedef struct kseal_paged_prefill_config {
+    uint32_t struct_size;
+    int32_t device;
+    uint32_t dtype;
+    uint32_t head_dim;
+    uint32_t causal;
+    void *stream;
+} kseal_paged_prefill_config;
+typedef struct kseal_paged_prefill_args {
+    uint32_t struct_size;
+    int32_t num_q_heads;
+    int32_t num_kv_heads;
+    int32_t page_size;
+    uint32_t tile_q;
+    uint32_t fixed_grid;
+    uint32_t pdl;
+    float sm_scale;
+    int64_t batch_size;
+    int64_t total_q;
+    int64_t total_pages;
+    int64_t num_pages;
+    int64_t kv_chunk;
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t kv_page_stride;
+    int64_t kv_row_stride;
+    int64_t kv_head_stride;
+    const void *q;
+    const void *k;
+    const void *v;
+    const void *page_indices;
+    void *o;
+    void *lse;
+    const void *qo_indptr;
+    const void *page_indptr;
+    const void *kv_lens;
+    void *plan;
+    uint64_t plan_bytes;
+    const void *plan_device;
+    void *workspace;
+    uint64_t workspace_bytes;
+    void *stream;
+} kseal_paged_prefill_args;
 typedef struct kseal_qsa_attention_config {
     uint32_t struct_size;
     int32_t device;
@@ -637,6 +681,20 @@ kseal_status kseal_paged_mqa_schedule_workspace_size(kseal_paged_mqa_schedule *h
 kseal_status kseal_paged_mqa_schedule_run(kseal_paged_mqa_schedule *handle,
     const kseal_paged_mqa_schedule_args *args);
 kseal_status kseal_paged_mqa_schedule_release(kseal_paged_mqa_schedule *handle);
+kseal_status kseal_paged_prefill_prepare(kseal_bundle *bundle,
+    const kseal_paged_prefill_config *config,
+    kseal_paged_prefill **handle);
+kseal_status kseal_paged_prefill_workspace_size(kseal_paged_prefill *handle,
+    const kseal_paged_prefill_args *args,
+    uint64_t *bytes);
+kseal_status kseal_paged_prefill_plan_size(kseal_paged_prefill *handle,
+    const kseal_paged_prefill_args *args,
+    uint64_t *bytes);
+kseal_status kseal_paged_prefill_plan(kseal_paged_prefill *handle,
+    const kseal_paged_prefill_args *args,
+    uint64_t *bytes);
+kseal_status kseal_paged_prefill_run(kseal_paged_prefill *handle, const kseal_paged_prefill_args *args);
+kseal_status kseal_paged_prefill_release(kseal_paged_prefill *handle);
 kseal_status kseal_qsa_attention_choose(const kseal_qsa_attention_args *args,
     uint32_t sm_count,
     kseal_qsa_attention_config *config);

@@ -1616,6 +1616,97 @@ KSEAL_API kseal_status kseal_paged_mqa_schedule_run(kseal_paged_mqa_schedule *ha
 
 KSEAL_API kseal_status kseal_paged_mqa_schedule_release(kseal_paged_mqa_schedule *handle) { return kseal_op_release((struct kseal_handle *)handle); }
 
+/* ---- paged_prefill ---- */
+
+static const uint32_t kseal_paged_prefill_values_dtype[] = {1, 2};
+static const char *const kseal_paged_prefill_names_dtype[] = {"bf16", "f16"};
+
+static const uint32_t kseal_paged_prefill_values_head_dim[] = {64, 128, 256};
+static const char *const kseal_paged_prefill_names_head_dim[] = {"64", "128", "256"};
+
+static const uint32_t kseal_paged_prefill_values_causal[] = {0, 1};
+static const char *const kseal_paged_prefill_names_causal[] = {"0", "1"};
+
+static const struct kseal_axis kseal_paged_prefill_axes[] = {
+    {"dtype", kseal_paged_prefill_values_dtype, kseal_paged_prefill_names_dtype, 2},
+    {"head_dim", kseal_paged_prefill_values_head_dim, kseal_paged_prefill_names_head_dim, 3},
+    {"causal", kseal_paged_prefill_values_causal, kseal_paged_prefill_names_causal, 2},
+};
+
+const struct kseal_paged_prefill_class kseal_paged_prefill_classes[2] = {
+    {"fa2_paged", 0, 232448, 233472},
+    {"fa2_paged_sm12x", 0, 101376, 102400},
+};
+
+static const struct kseal_op kseal_paged_prefill_op = {
+    .name = "paged_prefill",
+    .axes = kseal_paged_prefill_axes,
+    .axis_count = 3,
+    .excludes = NULL,
+    .exclude_count = 0,
+};
+
+KSEAL_API kseal_status kseal_paged_prefill_prepare(kseal_bundle *bundle, const kseal_paged_prefill_config *config,
+    kseal_paged_prefill **handle) {
+    kseal_paged_prefill_config c;
+    struct kseal_handle *prepared = NULL;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "paged_prefill: handle is null");
+    *handle = NULL;
+    kseal_status status = kseal_read_struct(&c, sizeof c, KSEAL_PAGED_PREFILL_CONFIG_MIN_SIZE, config, "kseal_paged_prefill_config");
+    if (status != KSEAL_OK)
+        return status;
+    const uint32_t axes[] = {c.dtype, c.head_dim, c.causal};
+    status = kseal_op_prepare(bundle, &kseal_paged_prefill_op, c.device, c.stream, axes, &prepared);
+    *handle = (kseal_paged_prefill *)prepared;
+    return status;
+}
+
+KSEAL_API kseal_status kseal_paged_prefill_workspace_size(kseal_paged_prefill *handle, const kseal_paged_prefill_args *args,
+    uint64_t *bytes) {
+    kseal_paged_prefill_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "paged_prefill: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_PAGED_PREFILL_ARGS_MIN_SIZE, args, "kseal_paged_prefill_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_paged_prefill_launch_workspace((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_paged_prefill_plan_size(kseal_paged_prefill *handle, const kseal_paged_prefill_args *args,
+    uint64_t *bytes) {
+    kseal_paged_prefill_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "paged_prefill: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_PAGED_PREFILL_ARGS_MIN_SIZE, args, "kseal_paged_prefill_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_paged_prefill_launch_plan((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_paged_prefill_plan(kseal_paged_prefill *handle, const kseal_paged_prefill_args *args,
+    uint64_t *bytes) {
+    kseal_paged_prefill_args a;
+    if (handle == NULL || bytes == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "paged_prefill: %s is null", handle == NULL ? "handle" : "bytes");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_PAGED_PREFILL_ARGS_MIN_SIZE, args, "kseal_paged_prefill_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_paged_prefill_launch_make_plan((const struct kseal_handle *)handle, &a, bytes);
+}
+
+KSEAL_API kseal_status kseal_paged_prefill_run(kseal_paged_prefill *handle, const kseal_paged_prefill_args *args) {
+    kseal_paged_prefill_args a;
+    if (handle == NULL)
+        return kseal_fail(KSEAL_INVALID_ARGUMENT, "paged_prefill: handle is null");
+    kseal_status status = kseal_read_struct(&a, sizeof a, KSEAL_PAGED_PREFILL_ARGS_MIN_SIZE, args, "kseal_paged_prefill_args");
+    if (status != KSEAL_OK)
+        return status;
+    return kseal_paged_prefill_launch_run((const struct kseal_handle *)handle, &a);
+}
+
+KSEAL_API kseal_status kseal_paged_prefill_release(kseal_paged_prefill *handle) { return kseal_op_release((struct kseal_handle *)handle); }
+
 /* ---- qsa_attention ---- */
 
 static const uint32_t kseal_qsa_attention_values_dtype[] = {1, 2, 6};

@@ -235,6 +235,60 @@ kseal_status kseal_paged_mqa_schedule_launch_workspace(const struct kseal_handle
 /* Validates and launches. Written by the op. */
 kseal_status kseal_paged_mqa_schedule_launch_run(const struct kseal_handle *handle, const kseal_paged_mqa_schedule_args *args);
 
+/* ---- paged_prefill ---- */
+
+enum {
+    KSEAL_PAGED_PREFILL_AXIS_DTYPE = 0,
+    KSEAL_PAGED_PREFILL_AXIS_HEAD_DIM = 1,
+    KSEAL_PAGED_PREFILL_AXIS_CAUSAL = 2,
+    KSEAL_PAGED_PREFILL_AXES = 3
+};
+enum {
+    KSEAL_PAGED_PREFILL_BUILDER_FA2 = 0
+};
+enum {
+    KSEAL_PAGED_PREFILL_LIMIT_MAX_KV_HEADS = 65535,
+    KSEAL_PAGED_PREFILL_LIMIT_TILE_128_HEAD_DIM = 128,
+    KSEAL_PAGED_PREFILL_LIMIT_STRIDE_ALIGN = 16,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_Q = 16,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_K = 16,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_V = 16,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_PAGE_INDICES = 4,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_O = 16,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_LSE = 4,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_QO_INDPTR = 4,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_PAGE_INDPTR = 4,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_KV_LENS = 4,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_PLAN = 8,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_PLAN_DEVICE = 16,
+    KSEAL_PAGED_PREFILL_LIMIT_ALIGN_WORKSPACE = 16
+};
+
+struct kseal_paged_prefill_class {
+    const char *name;
+    uint32_t builder;
+    uint32_t smem_per_block;
+    uint32_t smem_per_sm;
+};
+
+/* Indexed by kseal_variant.class_index. */
+extern const struct kseal_paged_prefill_class kseal_paged_prefill_classes[2];
+
+/* Bytes of workspace for valid args. Written by the op. */
+kseal_status kseal_paged_prefill_launch_workspace(const struct kseal_handle *handle, const kseal_paged_prefill_args *args,
+                                                  uint64_t *bytes);
+
+/* Bytes of plan for valid args. Written by the op. */
+kseal_status kseal_paged_prefill_launch_plan(const struct kseal_handle *handle, const kseal_paged_prefill_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates, writes the plan, and says how much of it is used. Written by the op. */
+kseal_status kseal_paged_prefill_launch_make_plan(const struct kseal_handle *handle, const kseal_paged_prefill_args *args,
+                                                  uint64_t *bytes);
+
+/* Validates and launches. Written by the op. */
+kseal_status kseal_paged_prefill_launch_run(const struct kseal_handle *handle, const kseal_paged_prefill_args *args);
+
 /* ---- qsa_attention ---- */
 
 enum {

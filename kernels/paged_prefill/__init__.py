@@ -1,1 +1,1 @@
-"""Ragged prefill: attention of packed sequences over packed keys and values, planned on the host."""
+"""Paged prefill: attention of packed query rows over a paged KV cache, planned on the host."""

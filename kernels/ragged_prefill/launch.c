@@ -1,65 +1,21 @@
 /* Ragged prefill: the plan of upstream's scheduler (PrefillPlan), and from it the launches of upstream's FA2 kernels. */
-#include <string.h>
-
-#include "check.h"
 #include "kernseal_ops.h"
-#include "whole.h"
 
 #define OP "ragged_prefill"
 #define LIMIT(name) KSEAL_RAGGED_PREFILL_LIMIT_##name
-#define COUNT_END ((int64_t)1 << 31)  /* indices in the plan are int32 */
-#define OFFSET_END ((int64_t)1 << 32) /* the kernels multiply rows and strides as uint32, */
-#define STRIDE_END ((int64_t)1 << 28) /* and 16 rows at a time */
-#define ELEM_BYTES 2
-#define WARP 32
-#define WARPS 4
-#define BLOCKS_PER_SM 2    /* that a split aims at */
-#define SHORTEST_CHUNK 128 /* keys, where the split is upstream's choice */
-#define MERGE_THREADS 128
-#define MERGE_VEC 8 /* elements of a thread */
-#define MERGE_BLOCKS_PER_SM 8
+#define KEYS KV_INDPTR
+#define MAGIC 0x316e616c70676172u /* "ragplan1" */
+#define KV_TOTAL total_kv
+#define V_DIM "v_dim"
+#define TILE_128_DIM LIMIT(TILE_128_V_DIM)
 
 typedef kseal_ragged_prefill_args args_t;
 
-enum { UNSPLIT = 0, CHOSEN = -1 }; /* kv_chunk */
-enum { SMALL, MIDDLE, LARGE, TILES };
-static const uint32_t tile_rows[TILES] = {16, 64, 128};
-
-/* What a plan consists of, in this order. */
-enum {
-    Q_INDPTR,
-    KV_INDPTR,
-    REQUESTS, /* from here on as in upstream's workspace, padding included */
-    Q_TILES,
-    KV_TILES,
-    O_INDPTR,
-    CHUNK,
-    ROWS,
-    MERGE_INDPTR,
-    VALID,
-    ARRAYS
+struct strides {
+    uint32_t k_row, k_head, v_row, v_head;
 };
 
-/* What a run reads of the plan on the host. Offsets are in bytes from its beginning. */
-struct head {
-    uint64_t magic;
-    int64_t batch_size, total_q, total_kv, kv_chunk;
-    int32_t num_q_heads, num_kv_heads;
-    uint32_t fixed_grid, tile;
-    uint32_t grid, rows;
-    uint32_t split, reserved; /* reserved keeps every byte a field's */
-    uint64_t at[ARRAYS];
-    uint64_t bytes;
-    uint64_t part_lse_at, workspace_bytes;
-};
-#define MAGIC 0x316e616c70676172u /* "ragplan1" */
-
-/* cuda::fast_mod_div with the divisor beside it (fastdiv.cuh). */
-struct divisor {
-    uint32_t divisor, multiplier, add;
-    int32_t shift;
-    uint32_t value;
-};
+#include "ragged_prefill/fa2_plan.h"
 
 /* The kernel's parameter (ragged_prefill.cu). */
 struct params {
@@ -80,106 +36,32 @@ struct params {
     uint8_t split;
 };
 
-/* The run with its defaults filled in. */
-struct problem {
-    const args_t *args;
-    int64_t head_dim, v_dim, group_size;
-    int64_t splittable_blocks; /* thread blocks over the tiles of one KV head that a split may make */
-    bool fixed_grid;
-    uint32_t q_row, q_head, k_row, k_head, v_row, v_head;
-};
-
-/* ---- validation: one function per kind of rule, each naming field, value and what is supported ---- */
-
-static uint64_t align_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
-
 static struct problem problem_of(const struct kseal_handle *handle, const args_t *a) {
     const uint32_t *axes = handle->variant->axes;
     return (struct problem){
         .args = a,
         .head_dim = axes[KSEAL_RAGGED_PREFILL_AXIS_HEAD_DIM],
         .v_dim = axes[KSEAL_RAGGED_PREFILL_AXIS_V_DIM],
-        .splittable_blocks = BLOCKS_PER_SM * (int64_t)handle->sm_count,
+        .total_pages = a->total_kv,
+        .splittable_blocks = splittable_blocks(handle),
     };
-}
-
-static uint32_t tiles_of(const struct problem *p) { return p->v_dim <= LIMIT(TILE_128_V_DIM) ? TILES : LARGE; }
-
-static kseal_status check_count(const char *name, int64_t value) {
-    CHECK(kseal_check_not_negative(OP, name, value));
-    if (value >= COUNT_END - 1)
-        REFUSE(KSEAL_OVERFLOW, "%s is %lld; it must be below 2^31 - 1", name, (long long)value);
-    return KSEAL_OK;
-}
-
-static kseal_status check_heads(const args_t *a, struct problem *p) {
-    if (a->num_kv_heads <= 0 || a->num_kv_heads > LIMIT(MAX_KV_HEADS))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_kv_heads is %d; 1 to %d are supported", a->num_kv_heads, LIMIT(MAX_KV_HEADS));
-    if (a->num_q_heads <= 0 || a->num_q_heads % a->num_kv_heads != 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "num_q_heads is %d; it must be a positive multiple of num_kv_heads, %d", a->num_q_heads,
-               a->num_kv_heads);
-    p->group_size = a->num_q_heads / a->num_kv_heads;
-    p->splittable_blocks /= a->num_kv_heads;
-    if (!product_below(COUNT_END - tile_rows[LARGE], a->total_q, p->group_size, 1))
-        REFUSE(KSEAL_OVERFLOW, "total_q is %lld; total_q * num_q_heads / num_kv_heads must be below 2^31 - %u",
-               (long long)a->total_q, tile_rows[LARGE]);
-    return KSEAL_OK;
-}
-
-static kseal_status check_choices(const args_t *a, struct problem *p) {
-    bool known = a->tile_q == 0;
-    for (uint32_t tile = 0; tile < tiles_of(p); tile++)
-        known = known || a->tile_q == tile_rows[tile];
-    if (!known)
-        REFUSE(KSEAL_UNSUPPORTED, "tile_q is %u; 0, 16%s are supported with a v_dim of %lld", a->tile_q,
-               tiles_of(p) == TILES ? ", 64, 128" : ", 64", (long long)p->v_dim);
-    CHECK(kseal_check_flag(OP, "fixed_grid", a->fixed_grid));
-    CHECK(kseal_check_flag(OP, "pdl", a->pdl));
-    if (a->kv_chunk < CHOSEN || a->kv_chunk >= COUNT_END)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "kv_chunk is %lld; -1, 0 and lengths below 2^31 are supported", (long long)a->kv_chunk);
-    if (a->fixed_grid != 0 && a->kv_chunk > 0)
-        REFUSE(KSEAL_UNSUPPORTED, "kv_chunk is %lld; with fixed_grid 1, 0 and -1 are supported", (long long)a->kv_chunk);
-    p->fixed_grid = a->fixed_grid != 0;
-    return KSEAL_OK;
-}
-
-/* Writes the stride to use: `given`, or `dense` where that is 0. */
-static kseal_status check_stride(const char *name, int64_t given, int64_t dense, int64_t head, uint32_t *stride) {
-    int64_t used = given != 0 ? given : dense;
-    if (used < head)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is %lld; it must be at least %lld, or 0 for %lld", name, (long long)given,
-               (long long)head, (long long)dense);
-    if (used % (LIMIT(STRIDE_ALIGN) / ELEM_BYTES) != 0)
-        REFUSE(KSEAL_MISALIGNED, "%s is %lld; it must be a multiple of %d elements, %d bytes", name, (long long)given,
-               LIMIT(STRIDE_ALIGN) / ELEM_BYTES, LIMIT(STRIDE_ALIGN));
-    if (used >= STRIDE_END)
-        REFUSE(KSEAL_OVERFLOW, "%s is %lld; it must be below 2^28", name, (long long)used);
-    *stride = (uint32_t)used;
-    return KSEAL_OK;
-}
-
-static kseal_status check_reach(const char *name, int64_t count, int64_t stride, const char *of) {
-    if (!product_below(OFFSET_END, count, stride, 1))
-        REFUSE(KSEAL_OVERFLOW, "%s is %lld; times %s, %lld, it must be below 2^32", name, (long long)count, of,
-               (long long)stride);
-    return KSEAL_OK;
 }
 
 static kseal_status check_strides(const args_t *a, struct problem *p) {
     int64_t d = p->head_dim, v = p->v_dim, heads = a->num_q_heads, kv_heads = a->num_kv_heads;
-    CHECK(check_stride("q_row_stride", a->q_row_stride, heads * d, d, &p->q_row));
-    CHECK(check_stride("q_head_stride", a->q_head_stride, d, d, &p->q_head));
-    CHECK(check_stride("k_row_stride", a->k_row_stride, kv_heads * d, d, &p->k_row));
-    CHECK(check_stride("k_head_stride", a->k_head_stride, d, d, &p->k_head));
-    CHECK(check_stride("v_row_stride", a->v_row_stride, kv_heads * v, v, &p->v_row));
-    CHECK(check_stride("v_head_stride", a->v_head_stride, v, v, &p->v_head));
+    CHECK(check_stride("q_row_stride", a->q_row_stride, heads * d, d, STRIDE_BITS, &p->q_row));
+    CHECK(check_stride("q_head_stride", a->q_head_stride, d, d, STRIDE_BITS, &p->q_head));
+    CHECK(check_stride("k_row_stride", a->k_row_stride, kv_heads * d, d, STRIDE_BITS, &p->kv.k_row));
+    CHECK(check_stride("k_head_stride", a->k_head_stride, d, d, STRIDE_BITS, &p->kv.k_head));
+    CHECK(check_stride("v_row_stride", a->v_row_stride, kv_heads * v, v, STRIDE_BITS, &p->kv.v_row));
+    CHECK(check_stride("v_head_stride", a->v_head_stride, v, v, STRIDE_BITS, &p->kv.v_head));
     CHECK(check_reach("total_q", a->total_q, p->q_row, "q_row_stride"));
     CHECK(check_reach("total_q", a->total_q, heads * v, "num_q_heads * v_dim"));
-    CHECK(check_reach("total_kv", a->total_kv, p->k_row, "k_row_stride"));
-    CHECK(check_reach("total_kv", a->total_kv, p->v_row, "v_row_stride"));
+    CHECK(check_reach("total_kv", a->total_kv, p->kv.k_row, "k_row_stride"));
+    CHECK(check_reach("total_kv", a->total_kv, p->kv.v_row, "v_row_stride"));
     CHECK(check_reach("num_q_heads", heads, p->q_head, "q_head_stride"));
-    CHECK(check_reach("num_kv_heads", kv_heads, p->k_head, "k_head_stride"));
-    return check_reach("num_kv_heads", kv_heads, p->v_head, "v_head_stride");
+    CHECK(check_reach("num_kv_heads", kv_heads, p->kv.k_head, "k_head_stride"));
+    return check_reach("num_kv_heads", kv_heads, p->kv.v_head, "v_head_stride");
 }
 
 /* Everything but memory. *empty: nothing is asked for, so no more was looked at. */
@@ -196,151 +78,6 @@ static kseal_status check_sizes(const args_t *a, struct problem *p, bool *empty)
     return check_strides(a, p);
 }
 
-static kseal_status check_pointer(const char *name, const void *pointer, uintptr_t align, bool needed) {
-    if (pointer == NULL && needed)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s is null", name);
-    if ((uintptr_t)pointer % align != 0)
-        REFUSE(KSEAL_MISALIGNED, "%s is %p; it must be %d-byte aligned", name, pointer, (int)align);
-    return KSEAL_OK;
-}
-
-/* ---- the plan: upstream's scheduler.cuh (PrefillSplitQOKVIndptr, PrefillPlanImpl), for pages of one key ---- */
-
-static int64_t length(const int32_t *indptr, int64_t i) { return (int64_t)indptr[i + 1] - indptr[i]; }
-
-static uint32_t tile_for(const struct problem *p, int64_t packed_len) {
-    if (p->args->tile_q != 0)
-        return p->args->tile_q == tile_rows[SMALL] ? SMALL : p->args->tile_q == tile_rows[MIDDLE] ? MIDDLE : LARGE;
-    if (packed_len > tile_rows[MIDDLE] && tiles_of(p) == TILES)
-        return LARGE;
-    return packed_len > tile_rows[SMALL] ? MIDDLE : SMALL;
-}
-
-/* The length that the tile is chosen for: the mean, or with a fixed grid what the longest sequence can have. */
-static int64_t typical_len(const struct problem *p, int64_t rows) {
-    const args_t *a = p->args;
-    int64_t longest = at_least(a->total_q - a->batch_size + 1, 1);
-    return p->fixed_grid ? longest * p->group_size : rows * p->group_size / a->batch_size;
-}
-
-/* Tiles of query rows that sequences with all of total_q can make. */
-static int64_t most_tiles(const struct problem *p, uint32_t tile) {
-    return div_up(p->args->total_q * p->group_size, tile_rows[tile]) + p->args->batch_size - 1;
-}
-
-/* Thread blocks over one KV head that any plan for args with this tile has. May be large, not negative. */
-static int64_t most_blocks(const struct problem *p, uint32_t tile) {
-    int64_t tiles = most_tiles(p, tile), chunk = p->args->kv_chunk, blocks;
-    if (chunk > 0)
-        return __builtin_mul_overflow(tiles, at_least(div_up(p->args->total_kv, chunk), 1), &blocks) ? INT64_MAX : blocks;
-    return chunk == UNSPLIT && !p->fixed_grid ? tiles : at_least(tiles, p->splittable_blocks);
-}
-
-static int64_t blocks_of(const struct problem *p, uint32_t tile, int64_t chunk, int64_t i) {
-    const args_t *a = p->args;
-    int64_t tiles = div_up(length(a->qo_indptr, i) * p->group_size, tile_rows[tile]);
-    return tiles * div_up(at_least(length(a->kv_indptr, i), 1), chunk);
-}
-
-/* Thread blocks with this chunk, or more than COUNT_END. */
-static int64_t count_blocks(const struct problem *p, uint32_t tile, int64_t chunk) {
-    int64_t blocks = 0;
-    for (int64_t i = 0; i < p->args->batch_size && blocks < COUNT_END; i++)
-        blocks += blocks_of(p, tile, chunk, i);
-    return blocks;
-}
-
-/* The shortest chunk with which no more thread blocks are needed than can be resident. */
-static int64_t choose_chunk(const struct problem *p, uint32_t tile, int64_t longest) {
-    int64_t low = SHORTEST_CHUNK, high = longest;
-    while (low < high) {
-        int64_t middle = (low + high) / 2;
-        if (count_blocks(p, tile, middle) > p->splittable_blocks)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-static int64_t longest_kv(const args_t *a) {
-    int64_t longest = 1;
-    for (int64_t i = 0; i < a->batch_size; i++)
-        longest = at_least(longest, length(a->kv_indptr, i));
-    return longest;
-}
-
-static uint64_t place(struct head *head, int array, uint64_t align, uint64_t bytes) {
-    head->at[array] = align_up(head->bytes, align);
-    return head->bytes = head->at[array] + bytes;
-}
-
-/* Where everything lies, for `grid` thread blocks over `rows` query rows. */
-static void lay_out(struct head *head, const struct problem *p, uint64_t grid, uint64_t rows, bool split) {
-    uint64_t ends = (uint64_t)(p->args->batch_size + 1) * sizeof(int32_t), indices = grid * sizeof(int32_t);
-    head->bytes = sizeof *head;
-    place(head, Q_INDPTR, 16, ends);
-    place(head, KV_INDPTR, 16, ends);
-    place(head, REQUESTS, 16, indices);
-    place(head, Q_TILES, 16, indices);
-    place(head, KV_TILES, 16, indices);
-    place(head, O_INDPTR, 16, ends);
-    place(head, CHUNK, 1, sizeof(int32_t));
-    if (p->fixed_grid)
-        place(head, ROWS, 16, sizeof(uint32_t));
-    if (split)
-        place(head, MERGE_INDPTR, 16, (rows + 1) * sizeof(int32_t));
-    if (p->fixed_grid)
-        place(head, VALID, 16, grid);
-}
-
-/* Scratch for the parts of `grid` thread blocks: o in float32's room, though the kernels leave the element type, and lse. */
-static void lay_out_parts(struct head *head, const struct problem *p, uint64_t grid, uint32_t tile) {
-    uint64_t heads = (uint64_t)p->args->num_q_heads, group = (uint64_t)p->group_size;
-    uint64_t rows = (grid * tile_rows[tile] + group - 1) / group;
-    head->part_lse_at = align_up(heads * rows * (uint64_t)p->v_dim * sizeof(float), 16);
-    head->workspace_bytes = head->part_lse_at + heads * rows * sizeof(float);
-}
-
-static kseal_status check_blocks(const args_t *a, int64_t blocks) {
-    if (blocks >= COUNT_END)
-        REFUSE(KSEAL_OVERFLOW, "kv_chunk is %lld; with %lld rows of q in %lld sequences that can be 2^31 thread blocks or more",
-               (long long)a->kv_chunk, (long long)a->total_q, (long long)a->batch_size);
-    return KSEAL_OK;
-}
-
-/* Raises both to the most that plan and workspace can need for args, whatever the lengths. */
-static kseal_status largest(const struct problem *p, uint64_t *plan_bytes, uint64_t *workspace_bytes) {
-    uint32_t only = tile_for(p, typical_len(p, p->args->total_q)), first = only, end = only + 1;
-    if (p->args->tile_q == 0 && !p->fixed_grid)
-        first = SMALL, end = tiles_of(p);
-    for (uint32_t tile = first; tile < end; tile++) {
-        struct head head = {0};
-        int64_t blocks = most_blocks(p, tile);
-        CHECK(check_blocks(p->args, blocks));
-        lay_out(&head, p, (uint64_t)blocks, (uint64_t)p->args->total_q, p->args->kv_chunk != UNSPLIT);
-        if (p->args->kv_chunk != UNSPLIT)
-            lay_out_parts(&head, p, (uint64_t)blocks, tile);
-        *plan_bytes = head.bytes > *plan_bytes ? head.bytes : *plan_bytes;
-        *workspace_bytes = head.workspace_bytes > *workspace_bytes ? head.workspace_bytes : *workspace_bytes;
-    }
-    return KSEAL_OK;
-}
-
-static kseal_status check_indptr(const char *name, const int32_t *indptr, int64_t batch_size, const char *total_name,
-                                 int64_t total) {
-    if (indptr[0] != 0)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s[0] is %d; it must be 0", name, indptr[0]);
-    for (int64_t i = 0; i < batch_size; i++)
-        if (indptr[i + 1] < indptr[i])
-            REFUSE(KSEAL_INVALID_ARGUMENT, "%s[%lld] is %d; it must not be below the one before it, %d", name,
-                   (long long)(i + 1), indptr[i + 1], indptr[i]);
-    if (indptr[batch_size] > total)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "%s[%lld] is %d; it must not be above %s, %lld", name, (long long)batch_size,
-               indptr[batch_size], total_name, (long long)total);
-    return KSEAL_OK;
-}
-
 static kseal_status check_planned(const args_t *a) {
     CHECK(check_pointer("qo_indptr", a->qo_indptr, LIMIT(ALIGN_QO_INDPTR), true));
     CHECK(check_pointer("kv_indptr", a->kv_indptr, LIMIT(ALIGN_KV_INDPTR), true));
@@ -349,202 +86,34 @@ static kseal_status check_planned(const args_t *a) {
     return check_indptr("kv_indptr", a->kv_indptr, a->batch_size, "total_kv", a->total_kv);
 }
 
-/* The plan's arrays that have an entry for each thread block and each query row. */
-static void deal_out(const struct problem *p, const struct head *head, int64_t chunk) {
-    const args_t *a = p->args;
-    char *plan = a->plan;
-    int32_t *requests = (int32_t *)(void *)(plan + head->at[REQUESTS]), *q_tiles = (int32_t *)(void *)(plan + head->at[Q_TILES]),
-            *kv_tiles = (int32_t *)(void *)(plan + head->at[KV_TILES]), *o_indptr = (int32_t *)(void *)(plan + head->at[O_INDPTR]),
-            *merge = head->split ? (int32_t *)(void *)(plan + head->at[MERGE_INDPTR]) : NULL;
-    int64_t block = 0, row = 0;
-    for (int64_t i = 0; i < a->batch_size; i++) {
-        int64_t rows = length(a->qo_indptr, i), tiles = div_up(rows * p->group_size, tile_rows[head->tile]);
-        int64_t chunks = div_up(at_least(length(a->kv_indptr, i), 1), chunk);
-        for (int64_t tile = 0; tile < tiles; tile++)
-            for (int64_t part = 0; part < chunks; part++, block++) {
-                requests[block] = (int32_t)i;
-                q_tiles[block] = (int32_t)tile;
-                kv_tiles[block] = (int32_t)part;
-            }
-        o_indptr[i + 1] = (int32_t)(o_indptr[i] + rows * chunks);
-        for (int64_t n = 0; merge != NULL && n < rows; n++, row++)
-            merge[row + 1] = (int32_t)(merge[row] + chunks);
-    }
-    if (p->fixed_grid)
-        memset(plan + head->at[VALID], 1, (size_t)block);
-}
+static int64_t pages_of(const struct problem *p, int64_t i) { return length(p->args->kv_indptr, i); }
 
-static void write_plan(const struct problem *p, const struct head *head, int64_t chunk) {
-    const args_t *a = p->args;
-    char *plan = a->plan;
-    size_t ends = (size_t)(a->batch_size + 1) * sizeof(int32_t);
-    int32_t stored = chunk < COUNT_END ? (int32_t)chunk : -1;
-    memset(plan, 0, head->bytes); /* what is padding too: the same step gives the same bytes */
-    memcpy(plan, head, sizeof *head);
-    memcpy(plan + head->at[Q_INDPTR], a->qo_indptr, ends);
-    memcpy(plan + head->at[KV_INDPTR], a->kv_indptr, ends);
-    memcpy(plan + head->at[CHUNK], &stored, sizeof stored);
-    if (p->fixed_grid)
-        memcpy(plan + head->at[ROWS], (const int32_t *)a->qo_indptr + a->batch_size, sizeof(uint32_t));
-    deal_out(p, head, chunk);
-}
-
-/* How many keys a part has, and whether any sequence has several parts. */
-static int64_t chunk_of(const struct problem *p, uint32_t tile, bool *split) {
-    const args_t *a = p->args;
-    *split = false;
-    if (a->kv_chunk == UNSPLIT)
-        return INT64_MAX / 2;
-    int64_t longest = longest_kv(a), chunk = a->kv_chunk == CHOSEN ? choose_chunk(p, tile, longest) : a->kv_chunk;
-    *split = p->fixed_grid || chunk < longest;
-    return chunk;
-}
-
-/* Rows of parts: the largest entry of o_indptr and merge_indptr. */
-static int64_t part_rows(const struct problem *p, int64_t chunk) {
-    const args_t *a = p->args;
-    int64_t rows = 0;
-    for (int64_t i = 0; i < a->batch_size && rows < OFFSET_END; i++)
-        rows += length(a->qo_indptr, i) * div_up(at_least(length(a->kv_indptr, i), 1), chunk);
-    return rows;
-}
-
-static kseal_status check_parts(const struct problem *p, int64_t chunk) {
-    const args_t *a = p->args;
-    int64_t rows = part_rows(p, chunk);
-    if (rows >= COUNT_END || !product_below(OFFSET_END, rows, a->num_q_heads * p->v_dim, 1))
-        REFUSE(KSEAL_OVERFLOW, "kv_chunk is %lld; it makes %lld rows of parts: times num_q_heads * v_dim, %lld, they must be below 2^32",
-               (long long)a->kv_chunk, (long long)rows, (long long)(a->num_q_heads * p->v_dim));
-    return KSEAL_OK;
-}
-
-static kseal_status check_room(const args_t *a, const struct head *head) {
-    if (a->workspace_bytes < head->workspace_bytes)
-        REFUSE(KSEAL_WORKSPACE_TOO_SMALL, "workspace_bytes is %llu; this plan needs %llu", (unsigned long long)a->workspace_bytes,
-               (unsigned long long)head->workspace_bytes);
-    if (a->plan_bytes < head->bytes)
-        REFUSE(KSEAL_WORKSPACE_TOO_SMALL, "plan_bytes is %llu; this plan needs %llu", (unsigned long long)a->plan_bytes,
-               (unsigned long long)head->bytes);
-    return KSEAL_OK;
-}
-
-static kseal_status plan(const struct problem *p, uint64_t *bytes) {
-    const args_t *a = p->args;
-    int64_t rows = ((const int32_t *)a->qo_indptr)[a->batch_size];
-    uint32_t tile = tile_for(p, typical_len(p, rows));
-    bool split;
-    int64_t chunk = chunk_of(p, tile, &split), blocks = count_blocks(p, tile, chunk);
-    int64_t grid = p->fixed_grid ? most_blocks(p, tile) : blocks;
-    CHECK(check_blocks(a, at_least(grid, blocks)));
-    struct head head = {
-        .magic = MAGIC,
-        .batch_size = a->batch_size,
-        .total_q = a->total_q,
-        .total_kv = a->total_kv,
-        .kv_chunk = a->kv_chunk,
-        .num_q_heads = a->num_q_heads,
-        .num_kv_heads = a->num_kv_heads,
-        .fixed_grid = a->fixed_grid,
-        .tile = tile,
-        .grid = (uint32_t)grid,
-        .rows = (uint32_t)(p->fixed_grid ? a->total_q : rows),
-        .split = split,
-    };
-    lay_out(&head, p, head.grid, head.rows, split);
-    if (split) {
-        lay_out_parts(&head, p, head.grid, tile);
-        CHECK(check_parts(p, chunk));
-    }
-    if (a->plan != NULL) {
-        CHECK(check_room(a, &head));
-        write_plan(p, &head, chunk);
-    }
-    *bytes = head.bytes;
-    return KSEAL_OK;
-}
-
-/* ---- the run ---- */
-
-#define MATCH(field)                                                                                                        \
-    if (head->field != a->field)                                                                                            \
-    REFUSE(KSEAL_INVALID_ARGUMENT, #field " is %lld; the plan was made for %lld", (long long)a->field, (long long)head->field)
-
-static kseal_status check_head(const struct problem *p, const struct head *head) {
-    const args_t *a = p->args;
-    if (head->magic != MAGIC)
-        REFUSE(KSEAL_INVALID_ARGUMENT, "plan holds no plan; kseal_ragged_prefill_plan writes one");
-    MATCH(batch_size);
-    MATCH(total_q);
-    MATCH(total_kv);
-    MATCH(num_q_heads);
-    MATCH(num_kv_heads);
-    MATCH(kv_chunk);
-    MATCH(fixed_grid);
-    if (head->tile >= tiles_of(p))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "plan is for a tile_q of %u; this variant has none", tile_rows[head->tile % TILES]);
-    if (head->split && a->workspace_bytes < head->workspace_bytes)
-        REFUSE(KSEAL_WORKSPACE_TOO_SMALL, "workspace_bytes is %llu; the plan needs %llu", (unsigned long long)a->workspace_bytes,
-               (unsigned long long)head->workspace_bytes);
-    return KSEAL_OK;
-}
-
-static kseal_status read_head(const struct problem *p, struct head *head) {
-    const args_t *a = p->args;
-    CHECK(check_pointer("plan", a->plan, LIMIT(ALIGN_PLAN), true));
-    if (a->plan_bytes < sizeof *head)
-        REFUSE(KSEAL_WORKSPACE_TOO_SMALL, "plan_bytes is %llu; a plan has at least %zu", (unsigned long long)a->plan_bytes,
-               sizeof *head);
-    memcpy(head, a->plan, sizeof *head);
-    return check_head(p, head);
-}
-
-static kseal_status check_pointers(const args_t *a, const struct head *head) {
-    CHECK(check_pointer("q", a->q, LIMIT(ALIGN_Q), true));
-    CHECK(check_pointer("k", a->k, LIMIT(ALIGN_K), a->total_kv > 0));
-    CHECK(check_pointer("v", a->v, LIMIT(ALIGN_V), a->total_kv > 0));
-    CHECK(check_pointer("o", a->o, LIMIT(ALIGN_O), true));
-    CHECK(check_pointer("lse", a->lse, LIMIT(ALIGN_LSE), false));
-    CHECK(check_pointer("plan_device", a->plan_device, LIMIT(ALIGN_PLAN_DEVICE), true));
-    return check_pointer("workspace", a->workspace, LIMIT(ALIGN_WORKSPACE), head->split);
-}
-
-/* What cuda::fast_mod_div computes on the host: n / value is (n + add) * multiplier >> 32 >> shift. */
-static struct divisor divisor_of(uint32_t value) {
-    struct divisor d = {.divisor = value, .shift = 31 - __builtin_clz(value), .value = value};
-    if ((value & (value - 1)) != 0) {
-        uint64_t power = (uint64_t)1 << (32 + d.shift);
-        bool short_of = power % value < value - ((uint32_t)1 << d.shift);
-        d.multiplier = (uint32_t)(power / value + !short_of);
-        d.add = short_of;
-    }
-    return d;
-}
-
-static const void *in_plan(const args_t *a, const struct head *head, int array) {
-    return head->at[array] == 0 ? NULL : (const char *)a->plan_device + head->at[array];
+static const int32_t *keys_of(const struct problem *p, int array, int64_t *count) {
+    (void)array;
+    *count = p->args->batch_size + 1;
+    return p->args->kv_indptr;
 }
 
 static struct params params_of(const struct problem *p, const struct head *head) {
     const args_t *a = p->args;
-    char *parts = a->workspace;
     return (struct params){
         .q = a->q,
         .k = a->k,
         .v = a->v,
         .q_indptr = in_plan(a, head, Q_INDPTR),
         .kv_indptr = in_plan(a, head, KV_INDPTR),
-        .o = head->split ? parts : a->o,
-        .lse = head->split ? (float *)(void *)(parts + head->part_lse_at) : a->lse,
+        .o = tiles_o(a, head),
+        .lse = tiles_lse(a, head),
         .group_size = divisor_of((uint32_t)p->group_size),
         .sm_scale = a->sm_scale,
         .num_q_heads = (uint32_t)a->num_q_heads,
         .num_kv_heads = (uint32_t)a->num_kv_heads,
         .q_row = p->q_row,
         .q_head = p->q_head,
-        .k_row = p->k_row,
-        .k_head = p->k_head,
-        .v_row = p->v_row,
-        .v_head = p->v_head,
+        .k_row = p->kv.k_row,
+        .k_head = p->kv.k_head,
+        .v_row = p->kv.v_row,
+        .v_head = p->kv.v_head,
         .window_left = -1,
         .requests = in_plan(a, head, REQUESTS),
         .q_tiles = in_plan(a, head, Q_TILES),
@@ -560,79 +129,18 @@ static struct params params_of(const struct problem *p, const struct head *head)
     };
 }
 
-static kseal_status launch_tiles(const struct kseal_handle *handle, const struct params *params, const struct problem *p,
-                                 const struct head *head) {
-    const struct kseal_launch launch = {
-        .grid = {head->grid, 1, params->num_kv_heads},
-        .block = {WARP, head->tile == SMALL ? 1 : WARPS, head->tile == SMALL ? WARPS : 1},
-        .kernel = head->tile,
-        .pdl = p->args->pdl != 0,
-        .stream = p->args->stream,
-    };
-    void *all[] = {(void *)(uintptr_t)params};
-    return kseal_handle_launch_kernel(handle, &launch, all);
-}
-
-static kseal_status launch_merge(const struct kseal_handle *handle, const struct params *params, const struct problem *p) {
-    const args_t *a = p->args;
-    uint32_t threads_x = (uint32_t)p->v_dim / MERGE_VEC, heads = params->num_q_heads, rows = params->max_rows;
-    int64_t needed = div_up((int64_t)rows * heads, handle->sm_count);
-    const struct kseal_launch launch = {
-        .grid = {handle->sm_count * (uint32_t)at_most(MERGE_BLOCKS_PER_SM, needed), 1, 1},
-        .block = {threads_x, MERGE_THREADS / threads_x, 1},
-        .kernel = tiles_of(p),
-        .pdl = a->pdl != 0,
-        .stream = a->stream,
-    };
-    void *all[] = {(void *)(uintptr_t)&params->o, (void *)(uintptr_t)&params->lse, (void *)(uintptr_t)&params->merge_indptr,
-                   (void *)(uintptr_t)&a->o,      (void *)(uintptr_t)&a->lse,      &rows,
-                   (void *)(uintptr_t)&params->rows, &heads};
-    return kseal_handle_launch_kernel(handle, &launch, all);
-}
-
-static kseal_status launch(const struct kseal_handle *handle, const struct problem *p, const struct head *head) {
-    const struct params params = params_of(p, head);
-    if (head->grid == 0)
-        return KSEAL_OK;
-    CHECK(launch_tiles(handle, &params, p, head));
-    return head->split ? launch_merge(handle, &params, p) : KSEAL_OK;
-}
-
 /* ---- what abi/generated/kernseal_ops.h declares ---- */
 
-static kseal_status measure(const struct kseal_handle *handle, const args_t *args, uint64_t *plan_bytes,
-                            uint64_t *workspace_bytes) {
-    struct problem p = problem_of(handle, args);
-    bool empty;
-    *plan_bytes = *workspace_bytes = 0;
-    CHECK(check_sizes(args, &p, &empty));
-    return empty ? KSEAL_OK : largest(&p, plan_bytes, workspace_bytes);
-}
-
 kseal_status kseal_ragged_prefill_launch_workspace(const struct kseal_handle *handle, const args_t *args, uint64_t *bytes) {
-    uint64_t plan_bytes, workspace_bytes;
-    CHECK(measure(handle, args, &plan_bytes, &workspace_bytes));
-    *bytes = workspace_bytes;
-    return KSEAL_OK;
+    return measure_workspace(handle, args, bytes);
 }
 
 kseal_status kseal_ragged_prefill_launch_plan(const struct kseal_handle *handle, const args_t *args, uint64_t *bytes) {
-    uint64_t plan_bytes, workspace_bytes;
-    CHECK(measure(handle, args, &plan_bytes, &workspace_bytes));
-    *bytes = plan_bytes;
-    return KSEAL_OK;
+    return measure_plan(handle, args, bytes);
 }
 
 kseal_status kseal_ragged_prefill_launch_make_plan(const struct kseal_handle *handle, const args_t *args, uint64_t *bytes) {
-    struct problem p = problem_of(handle, args);
-    bool empty;
-    CHECK(check_sizes(args, &p, &empty));
-    if (empty) {
-        *bytes = 0;
-        return KSEAL_OK;
-    }
-    CHECK(check_planned(args));
-    return plan(&p, bytes);
+    return make_plan(handle, args, bytes);
 }
 
 kseal_status kseal_ragged_prefill_launch_run(const struct kseal_handle *handle, const args_t *args) {
@@ -643,7 +151,8 @@ kseal_status kseal_ragged_prefill_launch_run(const struct kseal_handle *handle, 
     if (empty)
         return KSEAL_OK;
     CHECK(read_head(&p, &head));
-    CHECK(check_pointers(args, &head));
+    CHECK(check_pointers(args, &head, args->total_kv > 0));
     CHECK(kseal_handle_check_device(handle));
-    return launch(handle, &p, &head);
+    const struct params params = params_of(&p, &head);
+    return launch(handle, &params, &p, &head);
 }

@@ -148,6 +148,12 @@ pub struct kseal_paged_mqa_schedule {
 }
 
 #[repr(C)]
+pub struct kseal_paged_prefill {
+    _opaque: [u8; 0],
+    _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
+}
+
+#[repr(C)]
 pub struct kseal_qsa_attention {
     _opaque: [u8; 0],
     _neither_moved_nor_shared: PhantomData<(*mut u8, PhantomPinned)>,
@@ -1075,6 +1081,175 @@ const _: () = {
     assert!(offset_of!(kseal_paged_mqa_schedule_args, seq_lens) == 24);
     assert!(offset_of!(kseal_paged_mqa_schedule_args, schedule) == 32);
     assert!(offset_of!(kseal_paged_mqa_schedule_args, stream) == 40);
+};
+
+/// What is fixed when paged_prefill is prepared. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_paged_prefill_config {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// CUDA device ordinal, or -1 for the device of the current context.
+    pub device: i32,
+    /// Element type of q, k, v and o. kseal_dtype: bf16, f16.
+    pub dtype: u32,
+    /// Elements of a row of q, k, v and o: 64, 128 or 256.
+    pub head_dim: u32,
+    /// 1 hides the keys after a row's own position, aligned at the last row and key; with one row a sequence there are none.
+    pub causal: u32,
+    /// A CUstream of the caller: prepare refuses where it is being captured. Null asks about the default streams only.
+    pub stream: *mut c_void,
+}
+
+impl kseal_paged_prefill_config {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_paged_prefill_config {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_paged_prefill_config>() == 32);
+    assert!(offset_of!(kseal_paged_prefill_config, struct_size) == 0);
+    assert!(offset_of!(kseal_paged_prefill_config, device) == 4);
+    assert!(offset_of!(kseal_paged_prefill_config, dtype) == 8);
+    assert!(offset_of!(kseal_paged_prefill_config, head_dim) == 12);
+    assert!(offset_of!(kseal_paged_prefill_config, causal) == 16);
+    assert!(offset_of!(kseal_paged_prefill_config, stream) == 24);
+};
+
+/// What one run of paged_prefill gets. Read during the call only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kseal_paged_prefill_args {
+    /// sizeof of this struct as the caller was compiled.
+    pub struct_size: u32,
+    /// Hq, a multiple of num_kv_heads.
+    pub num_q_heads: i32,
+    /// Hkv, up to 65535.
+    pub num_kv_heads: i32,
+    /// Rows of a page, at least 1. A power of two is the usual choice, none is required.
+    pub page_size: i32,
+    /// Query rows (rows times heads of one KV head) of a thread block: 16, 64, or 128 where head_dim is below 256. 0 chooses by the mean length of the batch.
+    pub tile_q: u32,
+    /// 1 makes the launch follow from args alone, for a captured run that is replayed with other plans; 0 launches what the plan needs. 1 with kv_chunk above 0 is refused: whether parts are merged would follow from the lengths.
+    pub fixed_grid: u32,
+    /// 1 lets the launch begin while the kernel before it on the stream is ending (programmatic dependent launch); 0 does not.
+    pub pdl: u32,
+    /// Multiplies the logits, 1 / sqrt(head_dim) for most models. Finite and above 0.
+    pub sm_scale: f32,
+    /// B, the sequences. 0 is a no-op that succeeds.
+    pub batch_size: i64,
+    /// Rows of q and o: at least qo_indptr\[B\]. 0 is a no-op that succeeds.
+    pub total_q: i64,
+    /// Entries of page_indices: at least page_indptr\[B\]. Times page_size below 2^31.
+    pub total_pages: i64,
+    /// Pages of the pool that k and v point to. 0 only where total_pages is 0.
+    pub num_pages: i64,
+    /// Most keys of one part of a sequence: 0 for no parts, above 0, a multiple of page_size, for parts of so many keys, -1 for upstream's choice.
+    pub kv_chunk: i64,
+    /// Distance between rows of q; 0 means num_q_heads * head_dim. Strides of q are multiples of 16 bytes, at least a head long, below 2^28, and total_q times this one is below 2^32. In elements.
+    pub q_row_stride: i64,
+    /// Distance between heads of q; 0 means head_dim. In elements.
+    pub q_head_stride: i64,
+    /// Distance between pages of k, and of v; 0 means page_size * num_kv_heads * head_dim. Strides of k and v are multiples of 16 bytes, at least a head long, below 2^32. In elements.
+    pub kv_page_stride: i64,
+    /// Distance between rows of a page; 0 means num_kv_heads * head_dim (NHD). For HND pass head_dim. In elements.
+    pub kv_row_stride: i64,
+    /// Distance between KV heads of a page; 0 means head_dim (NHD). For HND pass page_size * head_dim. In elements.
+    pub kv_head_stride: i64,
+    /// \[total_q, Hq, head_dim\] of dtype with its strides, 16-byte aligned.
+    pub q: *const c_void,
+    /// \[num_pages, page_size, Hkv, head_dim\] of dtype with the kv strides, 16-byte aligned. May be null where num_pages is 0.
+    pub k: *const c_void,
+    /// As k, with the same strides.
+    pub v: *const c_void,
+    /// \[total_pages\] int32 on the device, aligned to its element: pages of the pool. Read on the device: not checked. May be null where total_pages is 0.
+    pub page_indices: *const c_void,
+    /// \[total_q, Hq, head_dim\] of dtype, dense, 16-byte aligned. Rows of the sequences are written.
+    pub o: *mut c_void,
+    /// \[total_q, Hq\] float32, dense, aligned to its element, or null. Rows of the sequences are written.
+    pub lse: *mut c_void,
+    /// \[B + 1\] int32 on the host, read by plan: from 0, never falling, up to at most total_q.
+    pub qo_indptr: *const c_void,
+    /// \[B + 1\] int32 on the host, read by plan: from 0, never falling, up to at most total_pages.
+    pub page_indptr: *const c_void,
+    /// \[B\] int32 on the host, read by plan: keys of each sequence, from 0 to its entries of page_indices times page_size.
+    pub kv_lens: *const c_void,
+    /// Memory of the host, 8-byte aligned: plan writes it, run reads its head (during the call only). With null, plan writes nothing and says how many bytes this plan takes.
+    pub plan: *mut c_void,
+    /// Size of plan. kseal_paged_prefill_plan_size gives one that is enough for all lengths with these totals: with kv_chunk above 0 far more than most need. In bytes.
+    pub plan_bytes: u64,
+    /// Copy of the plan on the device, 16-byte aligned, as many bytes as plan said. Read by the launch.
+    pub plan_device: *const c_void,
+    /// Scratch for the parts, 16-byte aligned, one per launch in flight; may be null where kv_chunk is 0. Contents need not be kept.
+    pub workspace: *mut c_void,
+    /// Size of workspace. kseal_paged_prefill_workspace_size gives one that is enough for all lengths with these totals: with kv_chunk above 0 far more than most need. plan refuses one that is too small, with what it needs. In bytes.
+    pub workspace_bytes: u64,
+    /// CUstream to launch on; null is the legacy default stream.
+    pub stream: *mut c_void,
+}
+
+impl kseal_paged_prefill_args {
+    /// All zero but for `struct_size`.
+    pub const fn new() -> Self {
+        // SAFETY: every field is an integer, a float or a raw pointer, for which zero bytes are a value.
+        let mut s: Self = unsafe { zeroed() };
+        s.struct_size = size_of::<Self>() as u32;
+        s
+    }
+}
+
+impl Default for kseal_paged_prefill_args {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const _: () = {
+    assert!(size_of::<kseal_paged_prefill_args>() == 232);
+    assert!(offset_of!(kseal_paged_prefill_args, struct_size) == 0);
+    assert!(offset_of!(kseal_paged_prefill_args, num_q_heads) == 4);
+    assert!(offset_of!(kseal_paged_prefill_args, num_kv_heads) == 8);
+    assert!(offset_of!(kseal_paged_prefill_args, page_size) == 12);
+    assert!(offset_of!(kseal_paged_prefill_args, tile_q) == 16);
+    assert!(offset_of!(kseal_paged_prefill_args, fixed_grid) == 20);
+    assert!(offset_of!(kseal_paged_prefill_args, pdl) == 24);
+    assert!(offset_of!(kseal_paged_prefill_args, sm_scale) == 28);
+    assert!(offset_of!(kseal_paged_prefill_args, batch_size) == 32);
+    assert!(offset_of!(kseal_paged_prefill_args, total_q) == 40);
+    assert!(offset_of!(kseal_paged_prefill_args, total_pages) == 48);
+    assert!(offset_of!(kseal_paged_prefill_args, num_pages) == 56);
+    assert!(offset_of!(kseal_paged_prefill_args, kv_chunk) == 64);
+    assert!(offset_of!(kseal_paged_prefill_args, q_row_stride) == 72);
+    assert!(offset_of!(kseal_paged_prefill_args, q_head_stride) == 80);
+    assert!(offset_of!(kseal_paged_prefill_args, kv_page_stride) == 88);
+    assert!(offset_of!(kseal_paged_prefill_args, kv_row_stride) == 96);
+    assert!(offset_of!(kseal_paged_prefill_args, kv_head_stride) == 104);
+    assert!(offset_of!(kseal_paged_prefill_args, q) == 112);
+    assert!(offset_of!(kseal_paged_prefill_args, k) == 120);
+    assert!(offset_of!(kseal_paged_prefill_args, v) == 128);
+    assert!(offset_of!(kseal_paged_prefill_args, page_indices) == 136);
+    assert!(offset_of!(kseal_paged_prefill_args, o) == 144);
+    assert!(offset_of!(kseal_paged_prefill_args, lse) == 152);
+    assert!(offset_of!(kseal_paged_prefill_args, qo_indptr) == 160);
+    assert!(offset_of!(kseal_paged_prefill_args, page_indptr) == 168);
+    assert!(offset_of!(kseal_paged_prefill_args, kv_lens) == 176);
+    assert!(offset_of!(kseal_paged_prefill_args, plan) == 184);
+    assert!(offset_of!(kseal_paged_prefill_args, plan_bytes) == 192);
+    assert!(offset_of!(kseal_paged_prefill_args, plan_device) == 200);
+    assert!(offset_of!(kseal_paged_prefill_args, workspace) == 208);
+    assert!(offset_of!(kseal_paged_prefill_args, workspace_bytes) == 216);
+    assert!(offset_of!(kseal_paged_prefill_args, stream) == 224);
 };
 
 /// What is fixed when qsa_attention is prepared. Read during the call only.
@@ -2352,6 +2527,12 @@ pub struct Api {
     pub kseal_paged_mqa_schedule_workspace_size: unsafe extern "C" fn(*mut kseal_paged_mqa_schedule, *const kseal_paged_mqa_schedule_args, *mut u64) -> kseal_status,
     pub kseal_paged_mqa_schedule_run: unsafe extern "C" fn(*mut kseal_paged_mqa_schedule, *const kseal_paged_mqa_schedule_args) -> kseal_status,
     pub kseal_paged_mqa_schedule_release: unsafe extern "C" fn(*mut kseal_paged_mqa_schedule) -> kseal_status,
+    pub kseal_paged_prefill_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_paged_prefill_config, *mut *mut kseal_paged_prefill) -> kseal_status,
+    pub kseal_paged_prefill_workspace_size: unsafe extern "C" fn(*mut kseal_paged_prefill, *const kseal_paged_prefill_args, *mut u64) -> kseal_status,
+    pub kseal_paged_prefill_plan_size: unsafe extern "C" fn(*mut kseal_paged_prefill, *const kseal_paged_prefill_args, *mut u64) -> kseal_status,
+    pub kseal_paged_prefill_plan: unsafe extern "C" fn(*mut kseal_paged_prefill, *const kseal_paged_prefill_args, *mut u64) -> kseal_status,
+    pub kseal_paged_prefill_run: unsafe extern "C" fn(*mut kseal_paged_prefill, *const kseal_paged_prefill_args) -> kseal_status,
+    pub kseal_paged_prefill_release: unsafe extern "C" fn(*mut kseal_paged_prefill) -> kseal_status,
     pub kseal_qsa_attention_choose: unsafe extern "C" fn(*const kseal_qsa_attention_args, u32, *mut kseal_qsa_attention_config) -> kseal_status,
     pub kseal_qsa_attention_prepare: unsafe extern "C" fn(*mut kseal_bundle, *const kseal_qsa_attention_config, *mut *mut kseal_qsa_attention) -> kseal_status,
     pub kseal_qsa_attention_workspace_size: unsafe extern "C" fn(*mut kseal_qsa_attention, *const kseal_qsa_attention_args, *mut u64) -> kseal_status,
@@ -2463,6 +2644,18 @@ impl Api {
             kseal_paged_mqa_schedule_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_mqa_schedule, *const kseal_paged_mqa_schedule_args) -> kseal_status>(find(c"kseal_paged_mqa_schedule_run")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_paged_mqa_schedule_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_mqa_schedule) -> kseal_status>(find(c"kseal_paged_mqa_schedule_release")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_prefill_prepare: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_bundle, *const kseal_paged_prefill_config, *mut *mut kseal_paged_prefill) -> kseal_status>(find(c"kseal_paged_prefill_prepare")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_prefill_workspace_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_prefill, *const kseal_paged_prefill_args, *mut u64) -> kseal_status>(find(c"kseal_paged_prefill_workspace_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_prefill_plan_size: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_prefill, *const kseal_paged_prefill_args, *mut u64) -> kseal_status>(find(c"kseal_paged_prefill_plan_size")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_prefill_plan: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_prefill, *const kseal_paged_prefill_args, *mut u64) -> kseal_status>(find(c"kseal_paged_prefill_plan")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_prefill_run: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_prefill, *const kseal_paged_prefill_args) -> kseal_status>(find(c"kseal_paged_prefill_run")?) },
+            // SAFETY: the caller's promise, and kernseal.h has this type.
+            kseal_paged_prefill_release: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut kseal_paged_prefill) -> kseal_status>(find(c"kseal_paged_prefill_release")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
             kseal_qsa_attention_choose: unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*const kseal_qsa_attention_args, u32, *mut kseal_qsa_attention_config) -> kseal_status>(find(c"kseal_qsa_attention_choose")?) },
             // SAFETY: the caller's promise, and kernseal.h has this type.
@@ -2661,6 +2854,30 @@ impl crate::Op for PagedMqaSchedule {
             plan: None,
             run: api.kseal_paged_mqa_schedule_run,
             release: api.kseal_paged_mqa_schedule_release,
+        }
+    }
+}
+
+/// Attention of packed query rows over a paged KV cache (FA2), planned on the host. One row a sequence is decode, more are drafts or a chunk of a prompt.
+pub enum PagedPrefill {}
+
+impl crate::sealed::Sealed for PagedPrefill {}
+
+impl crate::Op for PagedPrefill {
+    type Raw = kseal_paged_prefill;
+    type Config = kseal_paged_prefill_config;
+    type Args = kseal_paged_prefill_args;
+    const NAME: &'static str = "paged_prefill";
+
+    fn functions(api: &Api) -> crate::OpFunctions<Self> {
+        crate::OpFunctions {
+            prepare: api.kseal_paged_prefill_prepare,
+            workspace_size: api.kseal_paged_prefill_workspace_size,
+            semaphores_size: None,
+            plan_size: Some(api.kseal_paged_prefill_plan_size),
+            plan: Some(api.kseal_paged_prefill_plan),
+            run: api.kseal_paged_prefill_run,
+            release: api.kseal_paged_prefill_release,
         }
     }
 }
