@@ -1,7 +1,7 @@
 """How paged prefill is compiled: one program with a kernel for each tile of query rows, and the merge.
 
-How many keys a tile takes is the rule of upstream's launcher (``BatchPrefillWithPagedKVCacheDispatched``), which asks the device
-for its shared memory; here the class says it. Upstream's JIT compiles with fast math, which is not set here: denormals are not
+How many keys a tile takes is upstream's rule (``BatchPrefillWithPagedKVCacheDispatched``), which asks the device for its
+shared memory; here the class says it. Upstream's JIT compiles with fast math, which is not set here: denormals are not
 flushed. The exponentials are the same instructions either way.
 """
 

@@ -21,6 +21,7 @@ from cpu.fake_driver.ragged_prefill import (
     Plan,
     Session,
     axes_of,
+    call_of,
     library_of,
     tiles,
 )
@@ -69,7 +70,7 @@ def call(axes: dict[str, Any] = PLAIN, **changes: Any) -> Call:
         "lse": 4096,
         **{name: 2**20 * (n + 1) for n, name in enumerate(ALIGN)},
     }
-    return Call(axes, qo, kv, {**fields, **changes})
+    return call_of(axes, qo, kv, {**fields, **changes})
 
 
 def launches(session: Session, gpu: FakeGpu, made: Call, plan: Plan | None = None) -> list[dict[str, Any]]:
@@ -128,7 +129,7 @@ def test_the_kernel_gets_the_fields(session: Session, gpu: FakeGpu) -> None:
 def test_the_fast_division_divides(session: Session, gpu: FakeGpu, group: int) -> None:
     """As the kernel does it (cuda/cmath of the patch), up to the largest packed row."""
     made = call(num_q_heads=group, num_kv_heads=1, q_row_stride=128, q_head_stride=128, qo=[0, 1], kv=[0, 1])
-    made = Call(made.axes, made.qo, made.kv, {**made.fields, "total_q": 1, "total_kv": 1})
+    made = made.but(total_q=1, total_kv=1)
     found = launches(session, gpu, made)
     divisor, multiplier, add, shift, value = struct.unpack_from(
         "<IIIiI", bytes.fromhex(found[0]["params"][0]), 56
@@ -290,12 +291,9 @@ def test_sizes_are_refused_everywhere(
     memory = session.library.ffi.new("char[]", b"\xa5" * 4096)
     for what in ("workspace", "plan"):
         size = session.library.ffi.new("uint64_t *", 77)
-        function = getattr(session.library.c, f"kseal_{OP}_{what}_size")
-        assert function(session.handle, session.args(made), size) == expected
+        assert session.call(f"{what}_size", session.args(made), size) == expected
         assert words in session.library.error() and size[0] == 77
-    assert session.try_plan(
-        Call(made.axes, made.qo, made.kv, {**made.fields, "plan_bytes": 4096}), memory
-    ) == (expected, 77)
+    assert session.try_plan(made.but(plan_bytes=4096), memory) == (expected, 77)
     assert words in session.library.error()
     assert bytes(session.library.ffi.buffer(memory, 4096)) == b"\xa5" * 4096
     assert words in refused(session, made, good, status)
@@ -330,20 +328,14 @@ def test_ends_that_are_none_are_refused(session: Session, changes: dict[str, Any
 @pytest.mark.parametrize("name", ["qo_indptr", "kv_indptr", "plan"])
 def test_memory_that_a_plan_needs(session: Session, name: str) -> None:
     made = call(plan_bytes=4096)
-    ends, memory = session.ends(made.qo), session.library.ffi.new("char[4096]")
     size = session.library.ffi.new("uint64_t *")
-    address = {
-        key: int(session.library.ffi.cast("uintptr_t", value))
-        for key, value in (("ends", ends), ("plan", memory))
-    }
-    host = {"qo_indptr": address["ends"], "kv_indptr": address["ends"], "plan": address["plan"]}
+    there = {**session.arrays(made), "plan": session.library.ffi.new("char[4096]")}
+    host = {key: int(session.library.ffi.cast("uintptr_t", value)) for key, value in there.items()}
     cases = [(host[name] + 2, "MISALIGNED", f"it must be {8 if name == 'plan' else 4}-byte aligned")]
     cases += [(0, "INVALID_ARGUMENT", f"{name} is null")] if name != "plan" else []
     for value, status, words in cases:
         args = session.args(made, **{**host, name: value})
-        assert (
-            session.library.c.kseal_ragged_prefill_plan(session.handle, args, size) == session.status[status]
-        )
+        assert session.call("plan", args, size) == session.status[status]
         assert words in session.library.error() and name in session.library.error()
 
 
@@ -352,14 +344,12 @@ def test_too_little_memory_is_refused_with_what_is_needed(session: Session, chun
     made = call(kv_chunk=chunk, workspace_bytes=2**40)
     plan = session.plan(made)
     memory = session.library.ffi.new("char[]", len(plan.data))
-    less = Call(made.axes, made.qo, made.kv, {**made.fields, "plan_bytes": len(plan.data) - 1})
+    less = made.but(plan_bytes=len(plan.data) - 1)
     assert session.try_plan(less, memory)[0] == session.status["WORKSPACE_TOO_SMALL"]
     assert f"plan_bytes is {len(plan.data) - 1}; this plan needs {len(plan.data)}" in session.library.error()
     if chunk:
         needed = plan.head["workspace_bytes"]
-        short = Call(
-            made.axes, made.qo, made.kv, {**made.fields, "plan_bytes": 2**20, "workspace_bytes": needed - 1}
-        )
+        short = made.but(plan_bytes=2**20, workspace_bytes=needed - 1)
         assert session.try_plan(short, memory)[0] == session.status["WORKSPACE_TOO_SMALL"]
         assert f"workspace_bytes is {needed - 1}; this plan needs {needed}" in session.library.error()
         assert f"the plan needs {needed}" in refused(session, short, plan, "WORKSPACE_TOO_SMALL")
@@ -385,10 +375,10 @@ def test_parts_that_cannot_be_counted_are_refused(session: Session) -> None:
     made = call(
         kv_chunk=1, workspace_bytes=2**60, qo=[0, 100000], kv=[0, 100000], total_q=100000, total_kv=100000
     )
-    status, _ = session.try_plan(Call(made.axes, made.qo, made.kv, {**made.fields, "plan_bytes": 2**40}), 0)
+    status, _ = session.try_plan(made.but(plan_bytes=2**40), 0)
     assert status == session.status["OVERFLOW"]
     memory = session.library.ffi.new("char[64]")
-    status, _ = session.try_plan(Call(made.axes, made.qo, made.kv, {**made.fields, "plan_bytes": 64}), memory)
+    status, _ = session.try_plan(made.but(plan_bytes=64), memory)
     assert status == session.status["OVERFLOW"]
     assert "kv_chunk is 1; it makes " in session.library.error()
 

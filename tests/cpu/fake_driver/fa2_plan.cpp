@@ -1,4 +1,4 @@
-// Upstream's own planning of ragged prefill, host code alone, behind a C function. What it asks of the CUDA runtime is answered here.
+// Upstream's own planning of FA2 prefill, host code alone, behind a C function. What it asks of the CUDA runtime is answered here.
 #define FLASHINFER_POS_ENC_CUH_  // kernels, of which the scheduler uses nothing
 #include <cuda_runtime.h>
 
@@ -35,14 +35,14 @@ struct upstream_plan {
   uint64_t float_bytes, int_bytes;
 };
 int upstream_plan(int sms_, int major_, int smem_optin_, int32_t* qo_indptr, int32_t* kv_indptr, uint32_t rows, uint32_t batch,
-                  uint32_t q_heads, uint32_t kv_heads, uint32_t head_dim, uint32_t v_dim, int fixed_grid, int32_t chunk, int unsplit,
-                  char* memory, uint64_t size, struct upstream_plan* out, char* error) {
+                  uint32_t q_heads, uint32_t kv_heads, uint32_t head_dim, uint32_t v_dim, uint32_t page_size, int fixed_grid,
+                  int32_t chunk, int unsplit, char* memory, uint64_t size, struct upstream_plan* out, char* error) {
   sms = sms_, major = major_, smem_optin = smem_optin_;
   flashinfer::PrefillPlanInfo info;
   size_t float_bytes = 0, int_bytes = 0;
   try {
     flashinfer::PrefillPlanImpl<true, int32_t>(float_bytes, int_bytes, memory, size_t(1) << 50, memory, memory, size, info, qo_indptr,
-                                               kv_indptr, rows, batch, q_heads, kv_heads, head_dim, v_dim, /*page_size=*/1,
+                                               kv_indptr, rows, batch, q_heads, kv_heads, head_dim, v_dim, page_size,
                                                fixed_grid, /*sizeof_dtype_o=*/2, /*window_left=*/-1, chunk, unsplit,
                                                /*num_colocated_ctas=*/0, /*uniform_q_len=*/0, /*fixed_uniform_q_len=*/false, nullptr);
   } catch (std::exception const& what) {

@@ -1,4 +1,4 @@
-/* What upstream's launcher of ragged prefill needs of the CUDA runtime. Launches are recorded as the driver's are. */
+/* What upstream's launchers of FA2 prefill need of the CUDA runtime. Launches are recorded as the driver's are. */
 #include <string.h>
 
 #include "recorder.h"
