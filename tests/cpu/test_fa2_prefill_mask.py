@@ -1,6 +1,6 @@
-"""Which tiles of keys the ragged kernel works through, and which of them without a mask: its own lines, run on the host.
+"""Which tiles of keys the FA2 kernels work through, and which of them without a mask: their own lines, run on the host.
 
-The lines are cut out of the kernel's source, upstream's and patched, and put into a program that tries every small case.
+The lines are cut out of a kernel's source, upstream's and patched, and put into a program that tries every small case.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 from cpu.fake_driver.native import compiler
-from cpu.fake_driver.ragged_prefill import op
 
-from kernseal.export import patch, paths, source
+from kernseal.export import patch, paths, source, spec
 
 KERNEL = "flashinfer/data/include/flashinfer/attention/prefill.cuh"
+FUNCTIONS = {
+    "ragged_prefill": "BatchPrefillWithRaggedKVCacheKernel(",
+    "paged_prefill": "BatchPrefillWithPagedKVCacheDevice(",
+}
 LINES = (
     *("kv_start_idx", "max_chunk_size", "chunk_start", "chunk_end", "chunk_size"),
     *("num_iterations", "window_iteration", "mask_iteration"),
@@ -25,7 +28,7 @@ PROGRAM = """
 #include <cstdint>
 #include <cstdio>
 using std::min;
-enum class MaskMode { kNone, kCausal };
+enum class MaskMode { kNone, kCausal, kMultiItemScoring };
 static uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 static uint32_t sub_if_greater_or_zero(uint32_t a, uint32_t b) { return a > b ? a - b : 0; }
 static long wrong, wrong_with_enough_keys, tiles;
@@ -72,12 +75,14 @@ int main() {
 """
 
 
-def counts(text: str, folder: Path) -> tuple[int, int, int]:
+def counts(text: str, function: str, folder: Path) -> tuple[int, int, int]:
     """Tiles that were tried, those that were wrong, and of these the ones of sequences with no fewer keys than queries."""
-    body = text[text.index("BatchPrefillWithRaggedKVCacheKernel(") :]
-    found = [re.search(rf"const uint32_t {name} =.*?;", body, re.DOTALL) for name in LINES]
+    body = text[text.index(function) :]
+    found = [re.search(rf"\b{name} =(?! 0;).*?;", body, re.DOTALL) for name in LINES]
     assert None not in found
-    (folder / "tiles.cpp").write_text(PROGRAM % "\n".join(match[0] for match in found if match))
+    (folder / "tiles.cpp").write_text(
+        PROGRAM % "\n".join(f"const uint32_t {match[0]}" for match in found if match)
+    )
     command = [str(compiler("g++", "c++", "clang++")), "-std=c++17", "-O2", "-o", "tiles", "tiles.cpp"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -87,13 +92,15 @@ def counts(text: str, folder: Path) -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(compiler("g++", "c++", "clang++") is None, reason="no C++ compiler on this machine")
-def test_a_tile_without_a_mask_is_seen_by_every_row_and_no_key_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_tile_without_a_mask_is_seen_by_every_row_and_no_key_is_left_out(tmp_path: Path, name: str) -> None:
+    op, function = spec.load_op(paths.kernels() / name), FUNCTIONS[name]
     opened, _ = source.open_source(None, source.upstream())
-    upstream = source.read_set(opened, source.source_set(op().folder))
-    patched = patch.apply(upstream, patch.load(paths.patches(), op().data["patches"]))
-    tiles, wrong, _ = counts(patched[KERNEL].decode(), tmp_path)
+    upstream = source.read_set(opened, source.source_set(op.folder))
+    patched = patch.apply(upstream, patch.load(paths.patches(), op.data["patches"]))
+    tiles, wrong, _ = counts(patched[KERNEL].decode(), function, tmp_path)
     assert tiles > 100_000 and wrong == 0
-    tiles, wrong, with_keys = counts(upstream[KERNEL].decode(), tmp_path)
+    tiles, wrong, with_keys = counts(upstream[KERNEL].decode(), function, tmp_path)
     assert wrong > 0 and with_keys == 0, (
         "upstream is wrong where there are fewer keys than queries: patch 0003"
     )
