@@ -28,7 +28,9 @@ from kernseal.loader.verify import verify_report
 
 CONFIGS = ROOT / "tests" / "cpu" / "model_configs"
 OPS = spec.load_ops()
-GDN_OP, XQA_OP = (next(op for op in OPS if op.name == name) for name in ("gdn_prefill", "xqa_decode"))
+GDN_OP, PAGED_OP, XQA_OP = (
+    next(op for op in OPS if op.name == name) for name in ("gdn_prefill", "paged_prefill", "xqa_decode")
+)
 SM120 = Target("sm_120a")
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 GDN = [
@@ -42,24 +44,28 @@ def xqa(head_dim: int, group_size: int, *windows: str) -> list[str]:
     return [f"xqa_decode/bf16_kvbf16_obf16_d{head_dim}_g{group_size}_p16{window}" for window in windows]
 
 
+def paged(head_dim: int, dtype: str = "bf16") -> list[str]:
+    return [f"paged_prefill/{dtype}_d{head_dim}_{mask}" for mask in ("causal", "full")]
+
+
 BOTH = ("", "_window")
 PUBLISHED = {
-    "llama-3-8b": xqa(128, 4, ""),
-    "qwen2.5-7b": xqa(128, 7, ""),
-    "qwen3-30b-a3b": xqa(128, 8, ""),
-    "qwen3-next-80b-a3b": [*GDN, *xqa(256, 8, "")],
-    "qwen3.5-27b": [*GDN, *xqa(256, 6, "")],
-    "gemma-3-1b": xqa(256, 4, *BOTH),
-    "gemma-3-12b": xqa(256, 2, *BOTH),
-    "gemma-3-27b": xqa(128, 2, *BOTH),
+    "llama-3-8b": [*paged(128), *xqa(128, 4, "")],
+    "qwen2.5-7b": [*paged(128), *xqa(128, 7, "")],
+    "qwen3-30b-a3b": [*paged(128), *xqa(128, 8, "")],
+    "qwen3-next-80b-a3b": [*GDN, *paged(256), *xqa(256, 8, "")],
+    "qwen3.5-27b": [*GDN, *paged(256), *xqa(256, 6, "")],
+    "gemma-3-1b": [*paged(256), *xqa(256, 4, *BOTH)],
+    "gemma-3-12b": [*paged(256), *xqa(256, 2, *BOTH)],
+    "gemma-3-27b": [*paged(128), *xqa(128, 2, *BOTH)],
     "gemma-4-26b-a4b": [*xqa(256, 2, "_window"), *xqa(512, 8, "")],
     "gpt-oss-20b": xqa(64, 8, *BOTH),
     "mistral-7b-v0.1": xqa(128, 4, "_window"),
-    "mistral-7b-v0.3": xqa(128, 4, ""),
-    "phi-4": xqa(128, 4, ""),
-    "phi-4-mini": xqa(128, 3, ""),
+    "mistral-7b-v0.3": [*paged(128), *xqa(128, 4, "")],
+    "phi-4": [*paged(128), *xqa(128, 4, "")],
+    "phi-4-mini": [*paged(128), *xqa(128, 3, "")],
     "deepseek-v3": [],
-    "ouro-1.4b": xqa(128, 1, ""),
+    "ouro-1.4b": [*paged(128), *xqa(128, 1, "")],
 }
 ROWS = {
     "llama-3-8b": "Llama 3 8B",
@@ -145,14 +151,17 @@ def test_every_sm_has_what_qwen_needs(sm: str) -> None:
 def test_windows_follow_from_the_layers_that_have_them(
     changes: dict[str, Any], windows: Sequence[str]
 ) -> None:
-    assert needs(llama(**changes)) == xqa(128, 4, *windows)
+    whole = paged(128) if "" in windows else []
+    assert needs(llama(**changes)) == [*whole, *xqa(128, 4, *windows)]
 
 
 def test_a_config_may_leave_out_what_its_class_has_by_default() -> None:
-    assert needs(ModelConfig({"model_type": "gemma3_text", "num_hidden_layers": 34})) == xqa(256, 2, *BOTH)
+    gemma = ModelConfig({"model_type": "gemma3_text", "num_hidden_layers": 34})
+    assert needs(gemma) == [*paged(256), *xqa(256, 2, *BOTH)]
     small = ModelConfig({"model_type": "gemma4_text", "num_key_value_heads": 1, "num_hidden_layers": 30})
     assert needs(small) == [*xqa(256, 8, "_window"), *xqa(512, 8, "")]
-    assert needs(ModelConfig({"model_type": "gemma3_text", "sliding_window": None})) == xqa(256, 2, "")
+    whole = ModelConfig({"model_type": "gemma3_text", "sliding_window": None})
+    assert needs(whole) == [*paged(256), *xqa(256, 2, "")]
 
 
 def test_a_head_of_each_query_head_and_a_head_dim_that_is_not_said() -> None:
@@ -166,7 +175,7 @@ def test_a_head_of_each_query_head_and_a_head_dim_that_is_not_said() -> None:
 def test_the_element_type_is_that_of_the_config_in_every_op(said: dict[str, str]) -> None:
     hybrid = {**published("qwen3-next-80b-a3b"), "torch_dtype": None, **said}
     assert {key.split("/")[1].split("_")[0] for key in needs(ModelConfig(hybrid))} == {"f16"}
-    assert needs(llama(**said)) == ["xqa_decode/f16_kvf16_of16_d128_g4_p16"]
+    assert needs(llama(**said)) == [*paged(128, "f16"), "xqa_decode/f16_kvf16_of16_d128_g4_p16"]
 
 
 def test_states_of_bfloat16_are_pooled() -> None:
@@ -253,11 +262,34 @@ def test_a_field_of_another_type_is_malformed(changes: dict[str, Any], words: st
     ],
 )  # fmt: skip
 def test_what_is_set_comes_before_the_config_and_the_defaults(settings: list[str], wanted: list[str]) -> None:
-    assert needs(published("llama-3-8b"), *settings) == [f"xqa_decode/{name}" for name in wanted]
+    assert needs(published("llama-3-8b"), *settings, ops=[XQA_OP]) == [
+        f"xqa_decode/{name}" for name in wanted
+    ]
 
 
 def test_an_axis_that_is_set_is_not_looked_for_in_the_config() -> None:
-    assert needs(ModelConfig({"n_head": 71}), "group_size=1", "head_dim=64") == xqa(64, 1, "")
+    found = needs(ModelConfig({"n_head": 71}), "group_size=1", "head_dim=64")
+    assert found == [*paged(64), *xqa(64, 1, "")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (["causal=false"], ["bf16_d128_full"]),
+        (["dtype=f16", "causal=true,false"], ["f16_d128_causal", "f16_d128_full"]),
+        (["head_dim=64", "causal=true"], ["bf16_d64_causal"]),
+        (["head_dim=512"], []),
+        (["group_size=8", "page_size=32", "kv_dtype=e4m3"], ["bf16_d128_causal", "bf16_d128_full"]),
+    ],
+)
+def test_prefill_over_pages_is_for_layers_over_everything(settings: list[str], wanted: list[str]) -> None:
+    found = needs(published("llama-3-8b"), *settings, ops=[PAGED_OP])
+    assert found == [f"paged_prefill/{name}" for name in wanted]
+
+
+def test_prefill_over_pages_has_no_sinks_and_any_group() -> None:
+    assert needs(published("gpt-oss-20b"), ops=[PAGED_OP]) == []
+    assert needs(llama(num_attention_heads=71, num_key_value_heads=1), ops=[PAGED_OP]) == paged(128)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +376,7 @@ def test_a_config_is_found_in_its_folder_through_a_link_and_with_numbers_that_js
 ) -> None:
     (tmp_path / "blob").write_text(json.dumps({**LLAMA, "time_step_limit": [0.0, float("inf")]}))
     (tmp_path / "config.json").symlink_to("blob")
-    assert needs(read_config(tmp_path)) == xqa(128, 4, "")
+    assert needs(read_config(tmp_path)) == [*paged(128), *xqa(128, 4, "")]
 
 
 def test_list_shows_what_the_model_needs() -> None:
