@@ -1,6 +1,6 @@
 /*
- * Planning of upstream's FA2 prefill (scheduler.cuh: PrefillSplitQOKVIndptr, PrefillPlanImpl), and what runs of both its ops share:
- * keys that are packed, and keys in pages. For launch code that has defined OP, LIMIT and args_t, and:
+ * Plans of upstream's FA2 prefill, and what runs of both its ops share, that over packed keys and that over keys in pages. For
+ * launch code that has defined OP, LIMIT and args_t, and:
  *
  *   struct strides   distances between keys and between values, as its kernel has them
  *   KEYS             the arrays of the plan that say where keys are
@@ -83,22 +83,28 @@ struct problem {
     struct strides kv;
 };
 
-/* Of the op: the run before anything is checked; everything but memory (*empty: nothing is asked for, so no more was looked at);
-   what a plan reads; */
+/* ---- what the op says ---- */
+
+/* The run before anything is checked. */
 static struct problem problem_of(const struct kseal_handle *handle, const args_t *a);
+
+/* Checks everything but memory. *empty: nothing is asked for, so no more was looked at. */
 static kseal_status check_sizes(const args_t *a, struct problem *p, bool *empty);
+
+/* Checks what a plan reads, and where it goes. */
 static kseal_status check_planned(const args_t *a);
-/* pages that sequence i has keys in, and the values of one of the KEYS. */
+
+/* Pages that sequence i has keys in. */
 static int64_t pages_of(const struct problem *p, int64_t i);
+
+/* The values of one of the KEYS, and how many it has, which is known before there are values. */
 static const int32_t *keys_of(const struct problem *p, int array, int64_t *count);
 
 /* ---- validation: one function per kind of rule, each naming field, value and what is supported ---- */
 
 static inline uint64_t align_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
-static inline int64_t splittable_blocks(const struct kseal_handle *handle) {
-    return BLOCKS_PER_SM * (int64_t)handle->sm_count;
-}
+static inline int64_t splittable_blocks(const struct kseal_handle *handle) { return BLOCKS_PER_SM * (int64_t)handle->sm_count; }
 
 static inline int64_t keys_of_page(const struct problem *p) { return at_least(p->page_size, 1); }
 
@@ -207,7 +213,9 @@ static inline int64_t most_blocks(const struct problem *p, uint32_t tile) {
     return p->args->kv_chunk == UNSPLIT && !p->fixed_grid ? tiles : at_least(tiles, p->splittable_blocks);
 }
 
-static inline int64_t parts_of(const struct problem *p, int64_t chunk, int64_t i) { return div_up(at_least(pages_of(p, i), 1), chunk); }
+static inline int64_t parts_of(const struct problem *p, int64_t chunk, int64_t i) {
+    return div_up(at_least(pages_of(p, i), 1), chunk);
+}
 
 static inline int64_t blocks_of(const struct problem *p, uint32_t tile, int64_t chunk, int64_t i) {
     return div_up(rows_of(p, i) * p->group_size, tile_rows[tile]) * parts_of(p, chunk, i);
@@ -524,7 +532,8 @@ static inline kseal_status launch_tiles(const struct kseal_handle *handle, const
     return kseal_handle_launch_kernel(handle, &launch, all);
 }
 
-static inline kseal_status launch_merge(const struct kseal_handle *handle, const struct problem *p, const struct head *head) {
+static inline kseal_status launch_merge(const struct kseal_handle *handle, const struct problem *p,
+                                        const struct head *head) {
     const args_t *a = p->args;
     uint32_t threads_x = (uint32_t)p->v_dim / MERGE_VEC, heads = (uint32_t)a->num_q_heads, max_rows = head->rows;
     int64_t needed = div_up((int64_t)max_rows * heads, handle->sm_count);

@@ -64,7 +64,6 @@ static kseal_status check_strides(const args_t *a, struct problem *p) {
     return check_reach("num_kv_heads", kv_heads, p->kv.v_head, "v_head_stride");
 }
 
-/* Everything but memory. *empty: nothing is asked for, so no more was looked at. */
 static kseal_status check_sizes(const args_t *a, struct problem *p, bool *empty) {
     CHECK(check_count("batch_size", a->batch_size));
     CHECK(check_count("total_q", a->total_q));
