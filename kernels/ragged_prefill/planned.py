@@ -1,0 +1,291 @@
+"""What FlashInfer's wrappers have in common here, whichever cache they read: calls that are planned once a step and run
+once a layer, with all but addresses settled."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kernseal.loader.addresses import check_dtype, dense, dtype_name, look, memory, on, on_device
+from kernseal.loader.errors import InvalidArgument, NotPrepared, Unsupported
+from kernseal.loader.op import Op, Settled
+from kernseal.loader.serving import served_by
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
+_F32 = (torch.float32,)
+_CHANGING = ("q", "k", "v", "o", "lse", "sm_scale", "stream")
+"""Fields that a run has of its own."""
+INVARIANT_TILE = 64
+"""Query rows of a tile where upstream promises results that do not follow from the batch."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What ``run`` needs of the last plan.
+
+    Attributes:
+        fields: of the C struct; those of a run's own memory and strides are not in it.
+        v_dim: elements of a row of o.
+        rows: of q.
+        host, device: the plan and its copy.
+        calls: what runs like those before need not work out again, by what their tensors show.
+    """
+
+    op: Op
+    dtype: torch.dtype
+    fields: Mapping[str, Any]
+    v_dim: int
+    rows: int
+    host: torch.Tensor
+    device: torch.Tensor
+    calls: dict[Hashable, Settled] = field(default_factory=dict)
+
+
+class PlannedWrapper:
+    """Attention, planned once a step and run once a layer, on torch's current stream."""
+
+    def __init__(
+        self,
+        op: str,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool,
+        backend: str,
+    ) -> None:
+        """Arguments as upstream's; ``op``: what runs.
+
+        Raises:
+            Unsupported: another backend than ``auto`` and ``fa2``.
+            InvalidArgument: a layout that upstream does not know either.
+        """
+        if backend not in ("auto", "fa2"):
+            raise Unsupported(f"backend is {backend!r}; 'auto' and 'fa2' are supported")
+        if kv_layout not in ("NHD", "HND"):
+            raise InvalidArgument(f"kv_layout is {kv_layout!r}; it must be NHD or HND")
+        self._op = op
+        self._workspace = float_workspace_buffer
+        self._ordinal = float_workspace_buffer.get_device()
+        self._kv_layout = kv_layout
+        self._graph = use_cuda_graph
+        self._most_rows: int | None = None
+        self._planned: Planned | None = None
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._graph
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
+    ) -> None:
+        """Other scratch for the plans to come; ``int_workspace_buffer`` is upstream's and not needed."""
+        self._workspace = float_workspace_buffer
+
+    def _rows(self, rows: int) -> int:
+        """Rows of q that the launch is for: with a graph, those of the first plan.
+
+        Raises:
+            InvalidArgument: there are more.
+        """
+        if not self._graph:
+            return rows
+        self._most_rows = rows if self._most_rows is None else self._most_rows
+        if rows > self._most_rows:
+            raise InvalidArgument(f"qo_indptr: {rows} rows; at most {self._most_rows} were fixed")
+        return self._most_rows
+
+    def _make_plan(
+        self,
+        axes: Mapping[str, Any],
+        dtype: torch.dtype,
+        v_dim: int,
+        rows: int,
+        fields: Mapping[str, Any],
+        **read: torch.Tensor,
+    ) -> None:
+        """Plan, in host memory of its own: the step before this one may still run.
+
+        Args:
+            axes: what decides the variant, but for ``dtype``.
+            rows: of q that the runs have.
+            fields: of the C struct.
+            read: what plan alone reads, on the host.
+        """
+        wanted = (*axes.items(), dtype)
+        op = served_by(self._ordinal).ready(
+            self._op, wanted, lambda served, _: served.prepare(self._op, **axes, dtype=DTYPES[dtype])
+        )
+        fields = {
+            **fields,
+            "fixed_grid": int(self._graph),
+            "workspace": memory("float_workspace_buffer", self._workspace, self._ordinal),
+            "workspace_bytes": self._workspace.nbytes,
+        }
+        given = {**fields, **{name: values.data_ptr() for name, values in read.items()}}
+        host = torch.empty(max(op.plan(**given), 1), dtype=torch.uint8, pin_memory=self._workspace.is_cuda)
+        used = op.plan(**given, plan=host.data_ptr(), plan_bytes=host.nbytes)
+        before = self._planned
+        if self._graph and before is not None and before.device.nbytes >= host.nbytes:
+            device = before.device
+        else:
+            device = torch.empty(host.nbytes, dtype=torch.uint8, device=self._workspace.device)
+        device[:used].copy_(host[:used], non_blocking=True)
+        places = {"plan": host.data_ptr(), "plan_bytes": host.nbytes, "plan_device": device.data_ptr()}
+        self._planned = Planned(op, dtype, {**fields, **places}, v_dim, rows, host, device)
+
+    def _operands(
+        self, planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> dict[str, int]:
+        """The sizes and strides that q, k and v show.
+
+        Raises:
+            InvalidArgument: they do not fit the plan.
+        """
+        raise NotImplementedError
+
+    def _launch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        enable_pdl: bool | None,
+        factor: float = 1.0,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Run as planned. ``out`` and ``lse`` are made where they are missing; ``factor`` multiplies the planned scale."""
+        planned, device = self._ready(), self._ordinal
+        shape = (planned.rows, int(planned.fields["num_q_heads"]), planned.v_dim)
+        if out is None:
+            out = torch.empty(shape, dtype=planned.dtype, device=self._workspace.device)
+        if not return_lse:
+            lse = None
+        elif lse is None:
+            lse = torch.empty(shape[:2], dtype=torch.float32, device=self._workspace.device)
+        shown, addresses = look((q, k, v, out, lse))
+        key = shown, enable_pdl
+        call = planned.calls.get(key)
+        if call is None:
+            dense("out", out, (planned.dtype,), shape[0] * shape[1] * shape[2], device)
+            if lse is not None:
+                dense("lse", lse, _F32, shape[0] * shape[1], device)
+            numbers = {**planned.fields, **self._operands(planned, q, k, v)}
+            numbers["pdl"] = 1 if enable_pdl is None or enable_pdl else 0
+            call = planned.calls[key] = planned.op.settle(_CHANGING, **numbers)
+        with on(device):
+            stream = torch.cuda.current_stream(device).cuda_stream
+            call.launch([*addresses, planned.fields["sm_scale"] * factor, stream])
+        return out if lse is None else (out, lse)
+
+    def _ready(self) -> Planned:
+        if self._planned is None:
+            raise NotPrepared("plan must be called before run")
+        return self._planned
+
+
+def refuse(**arguments: Any) -> None:
+    """Raises Unsupported for the first argument that is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise Unsupported(f"{name}: not supported")
+
+
+def refuse_lse(base: str, layout: str) -> None:
+    """Raises Unsupported unless lse is upstream's usual one."""
+    if (base, layout) != ("log2", "NH"):
+        raise Unsupported(f"lse_base is {base!r}, lse_layout {layout!r}; 'log2' and 'NH' are supported")
+
+
+def refuse_scales(**scales: float | None) -> None:
+    """Raises Unsupported for the first scale that is neither None nor 1."""
+    for name, scale in scales.items():
+        if scale is not None and scale != 1.0:
+            raise Unsupported(f"{name} is {scale}; only 1 is supported")
+
+
+def refuse_attention(pos_encoding_mode: str, window_left: int, logits_soft_cap: float | None) -> None:
+    """Raises Unsupported for attention that these kernels do not do."""
+    if pos_encoding_mode != "NONE":
+        raise Unsupported(f"pos_encoding_mode is {pos_encoding_mode!r}; only 'NONE' is supported")
+    if window_left >= 0:
+        raise Unsupported(f"window_left is {window_left}; there is no window (-1)")
+    refuse(logits_soft_cap=logits_soft_cap or None)
+
+
+def dtype_of(q: str | torch.dtype, kv: str | torch.dtype | None, o: str | torch.dtype | None) -> torch.dtype:
+    """The one element type.
+
+    Raises:
+        Unsupported: it is not supported, or there are others.
+    """
+    dtype = _dtype(q)
+    dtype_name(DTYPES, "q_data_type", dtype)
+    for name, other in (("kv_data_type", kv), ("o_data_type", o)):
+        if other is not None and _dtype(other) != dtype:
+            raise Unsupported(f"{name} is {other}; only q_data_type, {dtype}, is supported")
+    found: torch.dtype = dtype
+    return found
+
+
+def _dtype(given: str | torch.dtype) -> Any:
+    return _NAMES.get(given, given) if isinstance(given, str) else given
+
+
+def chunk_of(fixed_split_size: int | None, disable_split_kv: bool, unit: int = 1) -> int:
+    """``kv_chunk`` of the C struct; ``unit``: keys that ``fixed_split_size`` counts by."""
+    if disable_split_kv:
+        return 0
+    return -1 if fixed_split_size is None or fixed_split_size <= 0 else fixed_split_size * unit
+
+
+def on_host(name: str, given: torch.Tensor, count: int | None = None) -> torch.Tensor:
+    """int32 of the host; [B + 1] unless ``count`` says how many.
+
+    Raises:
+        InvalidArgument: another type or shape.
+    """
+    check_dtype(name, given, (torch.int32,))
+    if given.ndim != 1 or (given.numel() == 0 if count is None else given.numel() != count):
+        expected = "B + 1" if count is None else str(count)
+        raise InvalidArgument(f"{name}: shape {tuple(given.shape)}; expected [{expected}]")
+    return given.cpu().contiguous()
+
+
+def check_fixed(name: str, given: torch.Tensor, buffer: torch.Tensor | None) -> None:
+    """Raises InvalidArgument unless there are as many entries as the buffer has that was fixed for a graph."""
+    if buffer is not None and buffer.numel() != given.numel():
+        raise InvalidArgument(f"{name}: {given.numel()} entries; {buffer.numel()} were fixed")
+
+
+def rows_of(
+    name: str,
+    tensor: torch.Tensor,
+    layout: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: int,
+    exact: bool = False,
+) -> dict[str, int]:
+    """The distances of rows and heads. ``shape`` has the rows that are read; there may be more.
+
+    Raises:
+        InvalidArgument: the tensor is elsewhere, or of another type or shape.
+    """
+    check_dtype(name, tensor, (dtype,))
+    if tensor.ndim != 3:
+        raise InvalidArgument(f"{name}: shape {tuple(tensor.shape)}; expected three dimensions")
+    rows_first = tensor if layout == "NHD" else tensor.transpose(0, 1)
+    rows, *head = rows_first.shape
+    if head != list(shape[1:]) or rows < shape[0] or (exact and rows != shape[0]):
+        raise InvalidArgument(f"{name}: shape {tuple(tensor.shape)}; the plan is for {shape} in {layout}")
+    row, step, element = rows_first.stride()
+    if element != 1:
+        raise InvalidArgument(f"{name}: strides {tensor.stride()}; the last must be 1")
+    on_device(name, tensor, device)
+    # What there is only one of may have any stride: 0 stands for that of a dense tensor.
+    strides = {"row": row if rows > 1 else 0, "head": step if shape[1] > 1 else 0}
+    return {f"{name}_{what}_stride": n for what, n in strides.items()}
