@@ -192,7 +192,15 @@ def xqa_row(geometry: str, batch: int, length: int, **us: float) -> dict[str, An
 XQA_ROWS = [
     xqa_row("bf16-d128-g8", 1, 512, sm90_library=500, sm90_fill=400, flashinfer_xqa=404, triton=600),
     xqa_row("bf16-d128-g8", 8, 2048, sm90_library=300, flashinfer_fa2_cuda_cores=330),
-    xqa_row("bf16-d128-g8", 8, 512, sm90_fill=300, flashinfer_xqa=300, flashinfer_fa2_tensor_cores=360),
+    xqa_row(
+        "bf16-d128-g8",
+        8,
+        512,
+        sm90_fill=300,
+        sm90_fa2=280,
+        flashinfer_xqa=300,
+        flashinfer_fa2_tensor_cores=350,
+    ),
     xqa_row("e4m3-d128-g8", 64, 512, sm90_fill=300, sm90_fp8_math_fill=250, flashinfer_xqa=240),
 ]
 
@@ -205,10 +213,18 @@ def test_times_are_set_beside_the_floor() -> None:
 
 def test_what_the_xqa_rows_say_compares_the_best_of_each_and_the_same_kernel() -> None:
     said = xqa.claims(XQA_ROWS, "sm90")
+    assert "sm90: at least 0.96 x flashinfer's speed, at e4m3-d128-g8 64 x 512" in said
     assert "sm90: at least 1.10 x flashinfer fa2's speed, at bf16-d128-g8 8 x 2048" in said
+    assert "sm90 fa2: at most 0.800 x flashinfer fa2's time on tensor cores, at bf16-d128-g8 8 x 512" in said
     assert "sm90: at least 1.50 x triton's speed, at bf16-d128-g8 1 x 512" in said
     assert "sm90 fp8_math fill: at most 1.042 x flashinfer xqa's time, at e4m3-d128-g8 64 x 512" in said
     assert xqa.claims(XQA_ROWS, "sm120_on_sm90") == []
+
+
+def test_both_of_our_kernels_have_a_line() -> None:
+    chart = next(c for c in xqa.charts(XQA_ROWS, "sm90", 4.0) if c["title"].endswith("bf16-d128-g8, batch 8"))
+    names = ["kernseal, library's split", "kernseal, filling the device", "kernseal FA2", "FlashInfer XQA"]
+    assert list(chart["series"]) == [*names, "FlashInfer FA2"]
 
 
 @pytest.mark.parametrize(
@@ -256,6 +272,7 @@ def test_the_pages_show_who_is_missing() -> None:
     report = {**STAMP, "rows": XQA_ROWS, "copy_tb_per_s": 4.0, "claims": ["a claim"]}
     page = results_xqa.speed(report)
     assert "- left out: triton, in 4 of 4 rows: no --triton-decode" in page
+    assert "| bf16-d128-g8 | 8 x 512 | 250.0 | - | 300.0 | 280.0 | 300.0 | 350.0 | - |" in page
     widths = {line.count("|") for line in page.splitlines() if line.startswith("|")}
     assert len(widths) == 1
 

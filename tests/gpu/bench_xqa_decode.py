@@ -1,10 +1,11 @@
-"""XQA decode beside FlashInfer's XQA and FA2, a Triton decode, and the time that a plain copy would take to read the cache.
+"""XQA and FA2 decode beside FlashInfer's, a Triton decode, and the time that a plain copy would take to read the cache.
 
 ``PYTHONPATH=tests python -m gpu.bench_xqa_decode [--json FILE] [--document FILE] [--quick] [--triton-decode FILE]``. Both
 rules for splitting a sequence are timed, the library's own (``kv_splits`` 0) and the one that fills the device (-1), as
-FlashInfer does. All sides of a row alternate A B .. B A. Before each measurement other memory is read, so that nothing of
-the cache is in L2. Who is absent, raises or computes something else is left out of a row, and the report says why.
-``--prepare`` compiles what FlashInfer would compile when called, and ends.
+FlashInfer does; of a cache in 16 bits ``paged_prefill`` too, planned beforehand as FlashInfer's FA2 is. All sides of a row
+alternate A B .. B A. Before each measurement other memory is read, so that nothing of the cache is in L2. Who is absent,
+raises or computes something else is left out of a row, and the report says why. ``--prepare`` compiles what FlashInfer would
+compile when called, and ends.
 """
 
 from __future__ import annotations
@@ -129,6 +130,31 @@ def ours(bundle: Bundle, axes: Axes, p: Problem, **how: int) -> Contender:
     return Contender(lambda: runner.op.run(**args), lambda: out)
 
 
+def our_fa2(bundle: Bundle, p: Problem) -> Contender:
+    """``paged_prefill`` of a row a sequence, its parts chosen as FlashInfer's FA2 chooses them, planned beforehand."""
+    (batch, columns), out = p.page_table.shape, torch.empty_like(p.q)
+    dim = p.axes["head_dim"]
+    op = bundle.prepare("paged_prefill", dtype=p.axes["dtype"], head_dim=dim, causal=False)
+    args = {
+        "q": p.q,
+        "k": p.k,
+        "v": p.v,
+        "o": out,
+        "page_indices": p.page_table.flatten(),
+        "qo_indptr": torch.arange(batch + 1, dtype=torch.int32),
+        "page_indptr": torch.arange(0, batch * columns + 1, columns, dtype=torch.int32),
+        "kv_lens": p.seq_lens.cpu(),
+        "sm_scale": dim**-0.5,
+        "kv_chunk": -1,
+        "stream": torch.cuda.current_stream(),
+    }
+    args["workspace"] = torch.empty(op.workspace_size(**args), dtype=torch.uint8, device=p.q.device)
+    args["plan"] = torch.empty(op.plan(**args), dtype=torch.uint8)
+    op.plan(**args)
+    args["plan_device"] = args["plan"].to(p.q.device)
+    return Contender(lambda: op.run(**args), lambda: out)
+
+
 def contenders_of(
     bundles: Mapping[str, Bundle],
     geometry: Geometry,
@@ -149,6 +175,9 @@ def contenders_of(
             found.add(f"{label} {rule}", make_it)
         if not quick:
             found.add(f"{label} library, length unknown", functools.partial(ours, bundle, axes, p))
+    if geometry[0] in ("bf16", "f16"):
+        for name, bundle in bundles.items():
+            found.add(f"{name} fa2", functools.partial(our_fa2, bundle, p))
     found.add("flashinfer xqa", functools.partial(flashinfer_xqa, p))
     found.add("flashinfer fa2 tensor cores", functools.partial(flashinfer_fa2, p, True))
     found.add("flashinfer fa2 cuda cores", functools.partial(flashinfer_fa2, p, False))
@@ -212,9 +241,10 @@ def kernel_name(row: Row, bundle: str) -> str:
 
 
 def claims(rows: Sequence[Row], bundle: str) -> list[str]:
-    """A line for each other contender: where it is nearest to the faster of a bundle's rules."""
+    """A line for each other contender: where it is nearest to the fastest of a bundle's sides. FlashInfer's own fastest,
+    its FA2 alone, and Triton; then the same kernel on both sides."""
     said = []
-    for other in ("flashinfer fa2", "triton"):
+    for other in ("flashinfer", "flashinfer fa2", "triton"):
         pairs = [(best(r["tb_per_s"], f"{bundle} "), best(r["tb_per_s"], other), r) for r in rows]
         found = [(mine / theirs, r) for mine, theirs, r in pairs if mine and theirs]
         if found:
@@ -222,14 +252,18 @@ def claims(rows: Sequence[Row], bundle: str) -> list[str]:
             said.append(
                 f"{bundle}: at least {least:.2f} x {other}'s speed, at {row['geometry']} {row['batch']} x {row['length']}"
             )
-    both = [r for r in rows if {"flashinfer xqa", kernel_name(r, bundle)} <= r["device_us"].keys()]
-    if both:
-        most, row = max(
-            ((r["device_us"][kernel_name(r, bundle)] / r["device_us"]["flashinfer xqa"], r) for r in both),
-            key=lambda pair: pair[0],
-        )
-        where = f"{row['geometry']} {row['batch']} x {row['length']}"
-        said.append(f"{kernel_name(row, bundle)}: at most {most:.3f} x flashinfer xqa's time, at {where}")
+    for mine, theirs, words in (
+        (lambda row: kernel_name(row, bundle), "flashinfer xqa", "flashinfer xqa's time"),
+        (lambda row: f"{bundle} fa2", "flashinfer fa2 tensor cores", "flashinfer fa2's time on tensor cores"),
+    ):
+        both = [r for r in rows if {theirs, mine(r)} <= r["device_us"].keys()]
+        if both:
+            most, row = max(
+                ((r["device_us"][mine(r)] / r["device_us"][theirs], r) for r in both),
+                key=lambda pair: pair[0],
+            )
+            where = f"{row['geometry']} {row['batch']} x {row['length']}"
+            said.append(f"{mine(row)}: at most {most:.3f} x {words}, at {where}")
     return said
 
 
@@ -270,6 +304,7 @@ def sides(bundle: str) -> dict[str, tuple[str, ...]]:
     return {
         "kernseal, library's split": (f"{bundle} library", f"{bundle} fp8_math library"),
         "kernseal, filling the device": (f"{bundle} fill", f"{bundle} fp8_math fill"),
+        "kernseal FA2": (f"{bundle} fa2",),
         "FlashInfer XQA": ("flashinfer xqa",),
         "FlashInfer FA2": ("flashinfer fa2",),
         "Triton (SGLang)": ("triton",),
@@ -312,7 +347,7 @@ def main() -> int:
     cells = grid(geometries, options.quick)
     each = 2 * ROUNDS * SAMPLES
     print(report["compiled"])
-    print(f"{len(cells)} rows of 6 to 16 contenders, {each} measurements of 5 ms or more each", flush=True)
+    print(f"{len(cells)} rows of 7 to 16 contenders, {each} measurements of 5 ms or more each", flush=True)
     bundles = {name: open_by_name(name) for name in names}
     asked = {"quick": options.quick, "triton": triton_or_why(options.triton_decode)}
     rate, clock, rows = copy_rate(), cold_clock(), []
