@@ -112,6 +112,7 @@ class _PagedWrapper(PlannedWrapper):
             "batch_size": batch,
             "total_q": self._rows(int(qo[-1])),
             "total_pages": pages.numel(),
+            "num_pages": pages.numel(),  # of a pool that only the runs know; plan reads whether there are any
             "kv_chunk": chunk,
             "page_indices": memory(indices[0], pages, self._ordinal),
         }

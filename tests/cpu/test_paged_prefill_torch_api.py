@@ -5,10 +5,16 @@ from __future__ import annotations
 import ctypes
 import inspect
 import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cpu.fake_driver.fa2 import MERGE_PARAMS
+from cpu.fake_driver.gpu import FakeGpu
+from cpu.fake_driver.paged_prefill import TILE_PARAMS, axes_of, library_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -20,7 +26,14 @@ from kernseal.kernels.paged_prefill.torch_api import (  # noqa: E402
     prepare,
 )
 from kernseal.loader import serving  # noqa: E402
-from kernseal.loader.errors import InvalidArgument, NotPrepared, Unsupported  # noqa: E402
+from kernseal.loader.bundle import Bundle  # noqa: E402
+from kernseal.loader.errors import (  # noqa: E402
+    InvalidArgument,
+    NotPrepared,
+    Unsupported,
+    WorkspaceTooSmall,
+)
+from kernseal.loader.library import Library  # noqa: E402
 
 HQ, HKV, D, SIZE, PAGES = 8, 2, 128, 16, 9
 QO, INDPTR, INDICES, LAST = [0, 100, 100, 130], [0, 4, 4, 7], [8, 1, 2, 7, 0, 3, 5], [5, 0, 16]
@@ -66,6 +79,26 @@ def recorder(no_gpu: None) -> Recorder:  # noqa: F811
     made = Recorder()
     serving.use_bundle(made, HOST)  # type: ignore[arg-type]
     return made
+
+
+@pytest.fixture(scope="module")
+def folder(fake_gpu: FakeGpu, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fake_gpu.reset()
+    path = tmp_path_factory.mktemp("paged")
+    library_of([axes_of(), axes_of(causal=False)], path).close()
+    return path
+
+
+@pytest.fixture
+def bundle(folder: Path, gpu: FakeGpu, no_gpu: None) -> Iterator[Bundle]:  # noqa: F811
+    """The library on the recording driver, instead of the recorder."""
+    gpu.params(TILE_PARAMS)
+    gpu.params(MERGE_PARAMS, "merge")
+    statement: Any = SimpleNamespace(sm="sm_90a", retarget=None)
+    library = Library(str(folder / "libkernseal.so"))
+    with Bundle(library, str(folder), statement, allow_validation=False, device=HOST) as opened:
+        serving.use_bundle(opened, HOST)
+        yield opened
 
 
 def ints_at(address: int, count: int) -> list[int]:
@@ -507,3 +540,60 @@ def test_a_single_tensor_has_keys_and_values() -> None:
 def test_a_variant_may_be_prepared_ahead(recorder: Recorder) -> None:
     prepare(HOST, head_dim=128, causal=True)
     assert recorder.prepared == [{"head_dim": 128, "causal": True}]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "launches"), [({"disable_split_kv": True}, 1), ({"fixed_split_size": 1}, 2)]
+)
+def test_the_library_takes_what_the_wrappers_pass(
+    bundle: Bundle, gpu: FakeGpu, chunk: dict[str, Any], launches: int
+) -> None:
+    (k, v), q, indices = pools(), query(), ints(INDICES)
+    made = planned(BatchPrefillWithPagedKVCacheWrapper(scratch(1 << 24)), indices=indices, **chunk)
+    made.run(q, (k, v), return_lse=True)
+    decode(BatchDecodeWithPagedKVCacheWrapper(scratch(1 << 24)), **chunk).run(
+        query(3), torch.stack([k, v], 1)
+    )
+    found = gpu.log("launch")
+    assert len(found) == 2 * launches
+    words = struct.unpack_from("<33Q", bytes.fromhex(found[0]["params"][0]))
+    assert {q.data_ptr(), k.data_ptr(), v.data_ptr(), indices.data_ptr()} <= set(words)
+
+
+def test_the_library_makes_the_same_launch_for_every_plan_of_a_graph(bundle: Bundle, gpu: FakeGpu) -> None:
+    made = BatchPrefillWithPagedKVCacheWrapper(scratch(1 << 25), "HND", True, **buffers())
+    cache, q, out = torch.zeros(PAGES, 2, HKV, SIZE, D, dtype=bf16), query(), query()
+    planned(made).run(q, cache, out=out)
+    planned(made, qo=[0, 5, 100, 120], indptr=[0, 0, 1, 3], last=[0, 3, 9], indices=ints([4, 2, 1]))
+    made.run(q[:120], cache, out=out[:120])
+    launches = gpu.log("launch")
+    half = len(launches) // 2
+    assert half and launches[:half] == launches[half:]
+
+
+def test_an_empty_batch_launches_nothing(bundle: Bundle, gpu: FakeGpu) -> None:
+    none = {"indptr": [0], "indices": ints([]), "last": []}
+    assert planned(qo=[0], **none).run(query(0), pools()).shape == (0, HQ, D)
+    made = BatchDecodeWithPagedKVCacheWrapper(scratch(1 << 20))
+    made.plan(ints([0]), ints([]), ints([]), HQ, HKV, D, SIZE, q_data_type=bf16)
+    assert made.run(query(0), pools()).shape == (0, HQ, D)
+    assert gpu.log("launch") == []
+
+
+def test_sequences_without_pages_need_no_pool(bundle: Bundle, gpu: FakeGpu) -> None:
+    made = planned(qo=[0, 3], indptr=[0, 0], indices=ints([]), last=[0])
+    assert made.run(query(3), tuple(pool[:0] for pool in pools())).shape == (3, HQ, D)
+    assert gpu.log("launch")
+
+
+def test_what_the_library_refuses(bundle: Bundle, gpu: FakeGpu) -> None:
+    with pytest.raises(WorkspaceTooSmall, match=r"workspace_bytes is 1000; this plan needs \d+"):
+        planned(BatchPrefillWithPagedKVCacheWrapper(scratch(1000)), fixed_split_size=1)
+    with pytest.raises(InvalidArgument, match=r"kv_lens\[0\] is 65; with 4 pages of 16, 0 to 64"):
+        planned(last=[17, 0, 16])
+    with pytest.raises(InvalidArgument, match=r"page_indptr\[2\] is 3"):
+        planned(indptr=[0, 4, 3, 7])
+    with pytest.raises(Unsupported) as error:
+        planned(head_dim_qk=64)
+    assert str(error.value).endswith("kernseal build --sm 90 --variant paged_prefill/bf16_d64_causal")
+    assert gpu.log("launch") == []

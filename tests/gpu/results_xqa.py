@@ -133,8 +133,8 @@ def speed(report: Mapping[str, Any]) -> str:
     text += (
         "library's split is `kv_splits` 0 with `max_seq_len` given, filling the device -1; kernseal's FA2 is "
     )
-    text += "`paged_prefill` with `kv_chunk` -1. Of `fp8_math` and not, and of FlashInfer's FA2 with and without tensor cores, "
-    text += "the faster counts. Sides alternating (A B .. B A), medians."
+    text += "`paged_prefill`, `kv_chunk` -1. Of `fp8_math` and not, and of FlashInfer's FA2 with and without tensor "
+    text += "cores, the faster counts. Sides alternating (A B .. B A), medians."
     said = "\n".join(f"- {each}" for each in [*report["claims"], *reasons(report["rows"])])
     return f"{text}\n\n{table(columns, rows)}\n{said}\n\n{provenance(report)}"
 
