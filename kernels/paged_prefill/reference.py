@@ -10,9 +10,9 @@ import torch
 
 def gathered(pool: torch.Tensor, pages: Sequence[int], length: int) -> torch.Tensor:
     """The first ``length`` rows [length, Hkv, head_dim] of the sequence with these pages; no other page is looked at."""
-    size = pool.shape[1]
-    rows = [pool[pages[t // size], t % size] for t in range(length)]
-    return torch.stack(rows) if rows else pool.new_zeros(0, *pool.shape[2:])
+    size, rows = pool.shape[1], torch.arange(length, device=pool.device)
+    numbers = torch.tensor(pages[: -(-length // size)], dtype=torch.long, device=pool.device)
+    return pool[numbers[rows // size], rows % size]
 
 
 def prefill(
