@@ -28,6 +28,9 @@ def folder(tmp_path: Path) -> Path:
     measured = {
         "test_decode_agrees_with_the_oracle[sm90-(2, 4)]": {"a": {"worst": 1e-3}, "b": {"worst": 4e-3}},
         "test_decode_agrees_with_the_oracle[sm90_more-(2, 4)]": {"a": {"worst": 7e-3}},
+        "test_every_tile_and_page_size_agrees[sm90-g8-p1-NHD]": {
+            "bf16-d128-full-t16-c0": {"worst": 5e-3, "lse": 1e-3}
+        },
         "test_it_agrees_with_the_oracle[sm120_on_sm90-3]": {"x": 2e-3, "y": 1e-3},
     }
     outcomes = {"test_gdn_decode.py": {"passed": 5, "skipped": 2}}
@@ -48,6 +51,7 @@ def test_every_number_is_the_largest_of_its_bundle(folder: Path) -> None:
     lines = results_ops.page(folder).splitlines()
     decode = next(line for line in lines if line.startswith("| GDN decode"))
     assert decode.split(" | ")[1:] == ["4.0e-03", "7.0e-03", "-", "- |"]
+    assert "| paged prefill, every tile, chunk, group and page size: output | 5.0e-03 | - | - | - |" in lines
     selected = next(line for line in lines if line.startswith("| QSA over selected"))
     assert selected.split(" | ")[1:] == ["-", "-", "2.0e-03", "- |"]
 

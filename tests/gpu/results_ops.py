@@ -15,7 +15,7 @@ from typing import Any
 from gpu.results_page import provenance, table
 from gpu.results_xqa import BUNDLES, of_bundle
 
-INTRODUCTION = """# Sparse attention, top-k, ragged prefill and GDN decode: what was run, where, with what result
+INTRODUCTION = """# Sparse attention, top-k, ragged and paged prefill, GDN decode: what was run, where, with what result
 
 Made by `python -m gpu.results_ops` from the reports of `tests/gpu/run_all.sh`; no number above the notes is typed by hand.
 What says SM120 is the same source built for sm_90a. The attention of QSA and the paged MQA logits of SM100 need tcgen05,
@@ -23,13 +23,14 @@ which Hopper lacks: they are compiled and inspected, their launches are compared
 objects in the CPU tests, and they were not run. QSA's metadata kernels ran as the SM100 source built for sm_90a.
 
 To repeat it on an H200 or H100: `tests/gpu/pack.sh OUT` on a machine with compilers, then
-`tests/gpu/run_all.sh tests sanitizer_cp sanitizer_gdn_decode sanitizer_ragged sanitizer_mqa sanitizer_topk sanitizer_varlen
-sanitizer_qsa` with `KERNSEAL_DIST=OUT/dist KERNSEAL_VALIDATION_KEY=OUT/key.json`.
+`tests/gpu/run_all.sh tests sanitizer_cp sanitizer_gdn_decode sanitizer_ragged sanitizer_paged sanitizer_mqa sanitizer_topk
+sanitizer_varlen sanitizer_qsa` with `KERNSEAL_DIST=OUT/dist KERNSEAL_VALIDATION_KEY=OUT/key.json`.
 """
 FILES = {
     "test_gdn_decode.py": "`gdn_decode`",
     "test_gdn_prefill_cp.py": "`gdn_prefill_cp`",
     "test_ragged_prefill.py": "`ragged_prefill`",
+    "test_paged_prefill.py": "`paged_prefill`",
     "test_topk_regions.py": "`topk_regions`",
     "test_topk_varlen.py": "`topk_varlen`",
     "test_paged_mqa_schedule.py": "`paged_mqa_schedule`",
@@ -53,25 +54,36 @@ ACCURACY = {
     ): "ragged prefill, every tile, chunk and head count: output",
     ("test_every_tile_agrees_with_the_oracle", "lse"): "the same: log-sum-exp, absolute, base 2",
     ("test_what_the_plan_chooses_agrees", "worst"): "ragged prefill, as planned: output",
+    (
+        "test_every_tile_and_page_size_agrees",
+        "worst",
+    ): "paged prefill, every tile, chunk, group and page size: output",
+    ("test_every_tile_and_page_size_agrees", "lse"): "the same: log-sum-exp, absolute, base 2",
+    (
+        "test_what_a_plan_over_pages_chooses_agrees",
+        "worst",
+    ): "paged prefill, decode and chunks as planned: output",
     ("test_logits_agree_with_the_oracle", ""): "paged MQA logits, every variant",
     ("test_logits_of_long_sequences", "worst"): "paged MQA logits, lengths up to 131,072",
     ("test_it_agrees_with_the_oracle", ""): "QSA over selected positions, splits 0 .. 64",
 }
 GUARANTEES = """
-Limits: 8e-3 (GDN), 8e-3 in bfloat16 and 1.5e-3 in float16 (ragged prefill; 1.2e-2 and 2e-3 where sequences are split), 1e-2
-(paged MQA, QSA). What top-k selects, the schedules and QSA's tables are compared entry by entry.
+Limits: 8e-3 (GDN), 8e-3 in bfloat16 and 1.5e-3 in float16 (ragged and paged prefill; 1.2e-2 and 2e-3 where sequences are
+split), 1e-2 (paged MQA, QSA). What top-k selects, the schedules and QSA's tables are compared entry by entry.
 
 ## Bit for bit
 
 The same call gives the same bits again, a request the same bits in every batch (top-k: in deterministic mode), a replayed
 graph with rewritten buffers those of an eager call; padding of page tables, unused rows and pages of pools, and what is
 around inputs change no bit; nothing around outputs and scratch is written; counters, semaphores and histograms end zeroed;
-empty batches do nothing. `qsa_selected` and the rows of GDN decode's pool reach beyond what int32 counts.
+empty batches do nothing. `qsa_selected`, the pages of `paged_prefill` and the rows of GDN decode's pool reach beyond what
+int32 counts.
 """
 SANITIZERS = {
     "sanitizer_gdn_decode": "gdn_decode",
     "sanitizer_cp": "gdn_prefill_cp",
     "sanitizer_ragged": "ragged_prefill",
+    "sanitizer_paged": "paged_prefill",
     "sanitizer_topk": "topk_regions",
     "sanitizer_varlen": "topk_varlen",
     "sanitizer_mqa": "paged_mqa_schedule, paged_mqa_logits",

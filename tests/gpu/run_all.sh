@@ -11,7 +11,7 @@ python=${PYTHON:-python3}
 export PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 # Oracles run on the host. With a thread for each processor in every process, processes that run side by side wait for one another.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
-sanitizers="sanitizer sanitizer_xqa sanitizer_mla sanitizer_cp sanitizer_gdn_decode sanitizer_ragged sanitizer_mqa sanitizer_topk sanitizer_varlen sanitizer_qsa"
+sanitizers="sanitizer sanitizer_xqa sanitizer_mla sanitizer_cp sanitizer_gdn_decode sanitizer_ragged sanitizer_paged sanitizer_mqa sanitizer_topk sanitizer_varlen sanitizer_qsa"
 steps=${*:-tests $sanitizers bench bench_xqa bench_cp bench_launch}
 failed=0
 
@@ -57,6 +57,8 @@ ALL_BUNDLES="sm90 sm120_on_sm90 sm90_more sm120_on_sm90_more"
 run_sanitizer_gdn_decode() { sanitize sanitizer_gdn_decode gpu.sanitize_gdn_decode $ALL_BUNDLES; }
 
 run_sanitizer_ragged() { sanitize sanitizer_ragged gpu.sanitize_ragged_prefill $ALL_BUNDLES; }
+
+run_sanitizer_paged() { sanitize sanitizer_paged gpu.sanitize_paged_prefill $ALL_BUNDLES; }
 
 run_sanitizer_mqa() { sanitize sanitizer_mqa gpu.sanitize_paged_mqa sm90 sm120_on_sm90; }
 
