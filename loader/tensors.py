@@ -232,6 +232,17 @@ def stream_handle(stream: object) -> int:
     )
 
 
+def torch_stream(device: int) -> int:
+    """Return the address of torch's current stream on a CUDA device.
+
+    ``torch.cuda.current_stream`` makes an object at each call, which takes longer than all checks of a run. What Triton asks
+    gives the address alone; it is not documented, so where it is missing the object is made.
+    """
+    torch = sys.modules["torch"]
+    ask = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
+    return int(torch.cuda.current_stream(device).cuda_stream if ask is None else ask(device))
+
+
 def current_stream(values: Iterable[object]) -> int:
     """Return torch's current stream on the device of the first CUDA tensor of torch's among ``values``.
 
@@ -242,7 +253,7 @@ def current_stream(values: Iterable[object]) -> int:
     if torch is not None:
         for value in values:
             if isinstance(value, torch.Tensor) and value.is_cuda:
-                return int(torch.cuda.current_stream(value.get_device()).cuda_stream)  # an int costs least
+                return torch_stream(value.get_device())
     raise InvalidArgumentType(
         "stream: missing; torch tensors have a current one, 0 is the legacy default stream"
     )

@@ -24,6 +24,7 @@ from kernseal.loader.addresses import check_dtype, dense, dtype_name, launch_on,
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
+from kernseal.loader.tensors import torch_stream
 
 __all__ = ["REPLACES", "gated_delta_rule_decode_pretranspose", "prepare", "use_bundle"]
 
@@ -150,7 +151,7 @@ def gated_delta_rule_decode_pretranspose(
             0 if written is None else dense("output_state_indices", written, (rows.dtype,), batch, device)
         ),
         "intermediate_states": buffer_at,
-        "stream": torch.cuda.current_stream(device).cuda_stream,
+        "stream": torch_stream(device),
     }
     launch_on(device, op, run)
     return output, pool

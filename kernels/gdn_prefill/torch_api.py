@@ -31,6 +31,7 @@ from kernseal.loader.addresses import dtype_name, look, on
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, known, served_by, use_bundle
+from kernseal.loader.tensors import torch_stream
 
 __all__ = ["REPLACES", "chunk_gated_delta_rule", "prepare", "use_bundle"]
 
@@ -200,7 +201,7 @@ def chunk_gated_delta_rule(
             "checkpoint_every": checkpoint_every_n_tokens,
             "scale": scale or 1.0 / math.sqrt(q.shape[2]),
             "workspace": workspace(op, q, k, v, cu_seqlens, **cut),
-            "stream": torch.cuda.current_stream(device).cuda_stream,
+            "stream": torch_stream(device),
             **cut,
         }
         op.run(**run)
@@ -270,7 +271,7 @@ class _Known:
             if self._transposed:
                 state = state.transpose(-1, -2)
         scratch = q.new_empty(self._workspace, dtype=torch.uint8)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = torch_stream(self._device)
         self._call.launch([*given, output_at, state_at, scratch.data_ptr(), scale or self._scale, stream])
         return (output, state) if self._returns_state else output
 

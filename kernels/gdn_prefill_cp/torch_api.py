@@ -31,6 +31,7 @@ from kernseal.loader.addresses import dtype_name
 from kernseal.loader.errors import Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
+from kernseal.loader.tensors import torch_stream
 
 __all__ = ["REPLACES", "cp_delta_rule", "cutting_pays", "prepare", "should_use_cp", "use_bundle"]
 
@@ -159,7 +160,7 @@ def cp_delta_rule(
             checkpoint_every=checkpoint_every_n_tokens,
             scale=scale,
             workspace=workspace(op, q, k, v, cu_seqlens, **cut),
-            stream=torch.cuda.current_stream().cuda_stream,
+            stream=torch_stream(q.get_device()),
             **cut,
         )
 

@@ -22,6 +22,7 @@ from kernseal.loader.addresses import check_dtype, dense, dtype_name, launch_on,
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
+from kernseal.loader.tensors import torch_stream
 
 __all__ = [
     "REPLACES",
@@ -271,7 +272,7 @@ def _logits(
         if schedule is None
         else dense("schedule_meta", schedule, _I32, schedule.numel(), device),
         "logits": on_device("out", logits, device),
-        "stream": torch.cuda.current_stream(device).cuda_stream,
+        "stream": torch_stream(device),
     }
     launch_on(device, op, run)
     return logits[:, : given.max_seq_len]

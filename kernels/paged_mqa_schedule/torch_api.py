@@ -19,6 +19,7 @@ from kernseal.loader.addresses import check_dtype, dense, launch_on, on_device
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
+from kernseal.loader.tensors import torch_stream
 
 __all__ = ["REPLACES", "compute_paged_mqa_logits_schedule", "launch", "prepare", "use_bundle"]
 
@@ -101,7 +102,7 @@ def launch(seq_lens: torch.Tensor, schedule: torch.Tensor, atoms: int) -> None:
         "seq_len_stride": length_stride(seq_lens),
         "seq_lens": on_device("seq_lens", seq_lens, device),
         "schedule": dense("out", schedule, _I32, schedule.numel(), device),
-        "stream": torch.cuda.current_stream(device).cuda_stream,
+        "stream": torch_stream(device),
     }
     launch_on(device, op, run)
 

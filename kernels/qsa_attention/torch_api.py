@@ -23,6 +23,7 @@ from kernseal.loader.addresses import check_dtype, dense, dtype_name, launch_on,
 from kernseal.loader.errors import InvalidArgument, Unsupported, WorkspaceTooSmall
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
+from kernseal.loader.tensors import torch_stream
 
 __all__ = ["REPLACES", "q_token_kv_block_sparse_attention_with_paged_kv_cache", "use_bundle"]
 
@@ -174,7 +175,7 @@ def q_token_kv_block_sparse_attention_with_paged_kv_cache(
         "num_routes": wanted.num_routes,
         "total_q": total_q,
         "qo_indptr": dense("qo_indptr", qo_indptr, _I32, wanted.num_routes + 1, device),
-        "stream": torch.cuda.current_stream(device).cuda_stream,
+        "stream": torch_stream(device),
     }
     run = {
         **routes,

@@ -13,6 +13,7 @@ from kernseal.loader.addresses import check_dtype, dense, dtype_name, look, memo
 from kernseal.loader.errors import InvalidArgument, NotPrepared, Unsupported
 from kernseal.loader.op import Op, Settled
 from kernseal.loader.serving import served_by
+from kernseal.loader.tensors import torch_stream
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
@@ -177,7 +178,7 @@ class PlannedWrapper:
             numbers["pdl"] = 1 if enable_pdl is None or enable_pdl else 0
             call = planned.calls[key] = planned.op.settle(_CHANGING, **numbers)
         with on(device):
-            stream = torch.cuda.current_stream(device).cuda_stream
+            stream = torch_stream(device)
             call.launch([*addresses, planned.fields["sm_scale"] * factor, stream])
         return out if lse is None else (out, lse)
 

@@ -29,6 +29,7 @@ from kernseal.loader.addresses import (
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
+from kernseal.loader.tensors import torch_stream
 
 __all__ = [
     "REPLACES",
@@ -227,7 +228,7 @@ def _launch(
     op = served.ready("topk_regions", wanted, _prepare)
     address, row_stride = matrix("input", scores, device)
     rows, max_len = scores.shape
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = torch_stream(device)
     zeros = semaphores("topk_regions", scores, stream, _SEMAPHORES_BYTES)
     run = {
         **_NOTHING,

@@ -20,6 +20,7 @@ from kernseal.loader.addresses import dense, dtype_name, launch_on, matrix, sema
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
+from kernseal.loader.tensors import torch_stream
 
 __all__ = ["REPLACES", "prepare", "top_k_varlen", "use_bundle"]
 
@@ -99,7 +100,7 @@ def top_k_varlen(
     op = served.ready("topk_varlen", wanted, _prepare)
     indices = _output(out_indices, logits, torch.int32, top_k)
     values = _output(out_values, logits, logits.dtype, top_k) if return_values else None
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = torch_stream(device)
     run = {
         "top_k": top_k,
         "next_n": next_n,

@@ -32,6 +32,7 @@ from kernseal.loader.addresses import (
 from kernseal.loader.errors import InvalidArgument
 from kernseal.loader.op import Op, Settled
 from kernseal.loader.serving import Served, known, served_by, use_bundle
+from kernseal.loader.tensors import torch_stream
 
 __all__ = ["REPLACES", "prepare", "use_bundle", "xqa"]
 
@@ -157,7 +158,7 @@ def xqa(
             return
         served.remember(key, call)
     with on(device):
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = torch_stream(device)
         call.launch([*addresses, q_factor, kv_factor, rcp_out_scale, stream])
 
 

@@ -30,6 +30,7 @@ from kernseal.loader.addresses import (
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
+from kernseal.loader.tensors import torch_stream
 
 __all__ = ["REPLACES", "prepare", "use_bundle", "xqa_mla"]
 
@@ -125,7 +126,7 @@ def xqa_mla(
         "kv_scale_ptr": kv_scale_ptr,
         "workspace": memory("workspace_buffer", workspace_buffer, device),
         "workspace_bytes": workspace_buffer.nbytes,
-        "stream": torch.cuda.current_stream(device).cuda_stream,
+        "stream": torch_stream(device),
     }
     launch_on(device, op, run)
 

@@ -138,6 +138,13 @@ def test_torch_tensors_bring_torchs_current_stream_of_their_device() -> None:
 
 
 @pytest.mark.usefixtures("torch")
+def test_a_torch_that_gives_addresses_is_not_asked_for_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 0x300 + device)
+    monkeypatch.setattr(sys.modules["torch"], "_C", asked, raising=False)
+    assert tensors.current_stream([Tensor(1)]) == 0x301
+
+
+@pytest.mark.usefixtures("torch")
 @pytest.mark.parametrize("values", [[], [0x7F00, 1.0], [Tensor(None)], [CudaArray("<i4", 1)]])
 def test_nothing_else_has_a_current_stream(values: list[Any]) -> None:
     with pytest.raises(InvalidArgumentType, match="stream: missing; torch tensors have a current one"):

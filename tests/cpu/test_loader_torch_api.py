@@ -127,7 +127,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any],
     bundle = SimpleNamespace(prepare=prepare)
     monkeypatch.setattr(serving, "_served", {-1: serving.Served(bundle, -1)})  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     return calls
 
 

@@ -165,7 +165,7 @@ def test_streams_have_semaphores_of_their_own_and_so_have_graphs(
 ) -> None:
     top_k(torch.zeros(R, N), K)
     top_k(torch.zeros(R, N), K)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("S", (), {"cuda_stream": 99}))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
     top_k(torch.zeros(R, N), K)
     assert set(addresses._semaphores) == {("topk_regions", HOST, STREAM), ("topk_regions", HOST, 99)}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -42,7 +42,7 @@ bf16, f16, e4m3, f32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_served", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: HOST)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     monkeypatch.setattr(addresses, "sm_count", lambda device: SMS)
 
 
@@ -405,7 +405,7 @@ def test_a_call_that_looks_like_one_before_is_not_looked_at_again(
     first, again = call(sinks=torch.zeros(HQ)), call(sinks=torch.zeros(HQ))
     xqa(**first, q_scale=2.0)
     monkeypatch.setattr(torch_api, "_settle", None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM + 1))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + 1, raising=False)
     xqa(**again, q_scale=-0.0, kv_scale=0.5, rcp_out_scale=4.0)
     before, found = recorder.launched
     memory = {
