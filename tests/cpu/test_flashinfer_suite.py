@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from gpu import flashinfer_host  # noqa: E402
 from gpu import flashinfer_plugin as plugin  # noqa: E402
 from gpu import flashinfer_suite as suite  # noqa: E402
 from gpu.flashinfer_references import (  # noqa: E402
@@ -24,6 +25,7 @@ from gpu.flashinfer_references import (  # noqa: E402
 )
 
 from kernseal.loader.errors import InvalidArgument, Unsupported  # noqa: E402
+from kernseal.loader.op import Op  # noqa: E402
 
 PAGE, HKV, GROUP, D = 4, 2, 3, 8
 KV_LENS = [9, 4, 1]
@@ -246,3 +248,9 @@ def test_a_folder_without_the_tests_is_refused(tmp_path: Path) -> None:
     asked = SimpleNamespace(folder=tmp_path / "tests", files=("tests/attention/test_*xqa*.py",))
     with pytest.raises(SystemExit, match="must hold tests/ of FlashInfer"):
         suite.run(asked, lambda files: None)  # type: ignore[arg-type]
+
+
+def test_an_op_that_launches_nothing_has_all_that_an_op_has() -> None:
+    """What it lacked ended a test of FlashInfer's before it asked for its second variant."""
+    own = {name for name, value in vars(Op).items() if callable(value) and not name.startswith("_")}
+    assert own <= set(vars(flashinfer_host.Nothing))

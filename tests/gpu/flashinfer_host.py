@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,33 @@ import torch
 from gpu import flashinfer_references
 from torch.overrides import TorchFunctionMode
 
+from kernseal.loader.op import Op
+
 DEVICE = -1  # what torch calls the device of a host tensor
 SMS = 132
 LARGE = 1 << 24  # bytes of scratch that nothing reads here
 COMPARES = ("ref_attention", "blockwise_delta_rule")
 COMPUTES = ("sink_attention_unified",)
+
+
+class Nothing(Op):
+    """An op that takes every call and launches nothing."""
+
+    def __init__(self) -> None: ...
+
+    def run(self, **args: Any) -> None: ...
+
+    launch = __call__ = run
+
+    def settle(self, changing: Sequence[str], **args: Any) -> Any:
+        return SimpleNamespace(launch=lambda values: None)
+
+    def workspace_size(self, **args: Any) -> int:
+        return 0
+
+    semaphores_size = plan_size = plan = workspace_size
+
+    def let_go(self) -> None: ...
 
 
 class Bundle:
@@ -33,9 +56,7 @@ class Bundle:
         self.statement = SimpleNamespace(sm=sm, retarget=None, document=document)
 
     def prepare(self, op: str, device: int, at_least: str | None, **axes: Any) -> Any:
-        def nothing(**args: Any) -> None: ...
-
-        return SimpleNamespace(launch=nothing, run=nothing, workspace_size=lambda **args: 0)
+        return Nothing()
 
 
 class Generator(torch.Generator):
@@ -76,6 +97,7 @@ def pretend(sm: str) -> Bundle:
         "synchronize": lambda *device: None,
     }.items():
         setattr(torch.cuda, name, value)
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
     torch.Generator = Generator  # type: ignore[misc]
     torch.version.cuda = "13.0"
     for wrapper in (flashinfer_references.PagedAttention, flashinfer_references.PagedLatentAttention):
