@@ -11,7 +11,8 @@ ours; a step's linear attention and a prompt's full attention are stock's on bot
 
 No graphs are captured: a dynamic cache is another tensor at each token, and a static cache's mask, which kernseal reads on
 the host once a step, can't be read in a capture. Replays are counted all the same, whoever makes them. Refuses a tree that
-is not a clean commit and an environment without fla-core, unless told that it is a ``--trial``.
+is not a clean commit and an environment without fla-core, unless told that it is a ``--trial``. Both sides attend without
+cuDNN, unless ``--cudnn-attention``: see ``gpu.bench_transformers``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from unittest import mock
 import torch
 from gpu import bench_document, serving_report
 from gpu.bundles import BUNDLES, folder, open_by_name
-from gpu.hybrid_model import GEOMETRIES, LAYERS, build, linear_attention, prompts
+from gpu.hybrid_model import CUDNN_HELP, GEOMETRIES, LAYERS, build, linear_attention, prompts
 from gpu.provenance import not_clean, provenance
 from gpu.serving_loop import (
     IMPATIENT,
@@ -280,10 +281,13 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--bundle", choices=list(BUNDLES), default="sm90")
     parser.add_argument("--geometry", choices=list(GEOMETRIES), default="qwen3_5")
     parser.add_argument("--quick", action="store_true", help="shorter turns, and two of each side")
+    parser.add_argument("--cudnn-attention", action="store_true", help=CUDNN_HELP)
     parser.add_argument("--trial", action="store_true", help="measure whatever is there; the report says so")
     options = parser.parse_args(given)
+    torch.backends.cuda.enable_cudnn_sdp(options.cudnn_attention)
     plan = QUICK if options.quick else Plan()
     report = provenance() | {"trial": options.trial, "bundle": options.bundle, "geometry": options.geometry}
+    report["cudnn_attention"] = options.cudnn_attention
     if why := refusal(options, report):
         print(f"refused: {why}")
         return 2

@@ -1,7 +1,9 @@
 """Tokens a second of transformers models with and without kernseal, prefill and decode apart, sides alternating A B B A.
 
 ``PYTHONPATH=tests python -m gpu.bench_transformers --json FILE``. Stock is transformers as it is installed; the report says
-what that runs linear attention with. Refuses a tree that is not a clean commit, unless told that it is a ``--trial``.
+what that runs linear attention with. Both sides attend without cuDNN, unless ``--cudnn-attention``: it makes a plan for
+each length that it has not seen, and a dynamic cache has a new one at each token. Refuses a tree that is not a clean
+commit, unless told that it is a ``--trial``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 from gpu.bundles import BUNDLES, folder, open_by_name
-from gpu.hybrid_model import GEOMETRIES, LAYERS, build, linear_attention, prompts
+from gpu.hybrid_model import CUDNN_HELP, GEOMETRIES, LAYERS, build, linear_attention, prompts
 from gpu.provenance import not_clean, provenance
 from gpu.timing import Call, summary, wall_us
 from transformers import DynamicCache, StaticCache
@@ -120,10 +122,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--bundle", choices=list(BUNDLES), default="sm90")
     parser.add_argument("--geometry", choices=list(GEOMETRIES), action="append")
+    parser.add_argument("--cudnn-attention", action="store_true", help=CUDNN_HELP)
     parser.add_argument("--trial", action="store_true", help="measure whatever is there; the report says so")
     options = parser.parse_args()
+    torch.backends.cuda.enable_cudnn_sdp(options.cudnn_attention)
     report = provenance() | {
         "trial": options.trial,
+        "cudnn_attention": options.cudnn_attention,
         "bundle": options.bundle,
         "transformers": metadata.version("transformers"),
         "linear_attention": linear_attention(),

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfi
 from kernseal.integrations.transformers import FULL_LAYERS, LINEAR_LAYERS
 
 LAYERS = 8
+CUDNN_HELP = "let torch attend with cuDNN where it would, as it is installed; the report says so"
+
 GEOMETRIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "qwen3_5": (Qwen3_5TextConfig, {}),
     "qwen3_next": (Qwen3NextConfig, {"mlp_only_layers": list(range(LAYERS))}),
