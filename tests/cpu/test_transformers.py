@@ -494,7 +494,7 @@ def test_the_bench_alternates_and_both_sides_go_on_with_their_text(monkeypatch: 
     monkeypatch.setattr(bench_transformers, "DECODES", [(2, 5)])
     monkeypatch.setattr(bench_transformers, "STEPS", 1)
     monkeypatch.setattr(bench_transformers, "PART", 3)
-    found = bench_transformers.measured(model, sides)
+    found = bench_transformers.measured(model, sides, quick=False)
     assert list(found) == ["prefill 2 x 5", "decode 2 x 5, dynamic cache", "decode 2 x 5, static cache"]
     assert order == (["sdpa"] * 2 + ["kernseal"] * 4 + ["sdpa"] * 2) * 3 * 3
     assert {name: side["tokens_per_s"] for name, side in found["prefill 2 x 5"].items()} == {

@@ -32,6 +32,8 @@ PREFILLS = ((1, 512), (1, 2048), (1, 8192), (1, 32768), (8, 1024))
 DECODES = ((1, 1024), (1, 8192), (8, 8192), (32, 8192))
 """Sequences, and tokens of each."""
 
+QUICK_PREFILLS, QUICK_DECODES = ((1, 512), (1, 8192), (8, 1024)), ((1, 1024), (32, 8192))
+
 CACHES = ("dynamic", "static")
 PART = 1024
 """Tokens of a sequence that are taken in at once where only what comes after is timed."""
@@ -101,11 +103,11 @@ def decode(
 
 
 @torch.no_grad()
-def measured(model: Any, implementations: Implementations) -> dict[str, Any]:
+def measured(model: Any, implementations: Implementations, quick: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for rows, length in PREFILLS:
+    for rows, length in QUICK_PREFILLS if quick else PREFILLS:
         show(found, f"prefill {rows} x {length}", prefill(model, implementations, rows, length))
-    for rows, length in DECODES:
+    for rows, length in QUICK_DECODES if quick else DECODES:
         for cache in CACHES:
             label = f"decode {rows} x {length}, {cache} cache"
             show(found, label, decode(model, implementations, rows, length, cache))
@@ -122,12 +124,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--bundle", choices=list(BUNDLES), default="sm90")
     parser.add_argument("--geometry", choices=list(GEOMETRIES), action="append")
+    parser.add_argument("--quick", action="store_true", help="a representative part")
     parser.add_argument("--cudnn-attention", action="store_true", help=CUDNN_HELP)
     parser.add_argument("--trial", action="store_true", help="measure whatever is there; the report says so")
     options = parser.parse_args()
     torch.backends.cuda.enable_cudnn_sdp(options.cudnn_attention)
     report = provenance() | {
         "trial": options.trial,
+        "quick": options.quick,
         "cudnn_attention": options.cudnn_attention,
         "bundle": options.bundle,
         "transformers": metadata.version("transformers"),
@@ -145,7 +149,7 @@ def main() -> int:
             print(geometry)
             model = build(geometry)
             sides: Implementations = {"stock": nullcontext, "kernseal": lambda m=model: enable(bundle, m)}
-            report[geometry] = measured(model, sides)
+            report[geometry] = measured(model, sides, options.quick)
             options.json.write_text(json.dumps(report, indent=1) + "\n")
             del model, sides
             torch.cuda.empty_cache()

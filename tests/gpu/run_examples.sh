@@ -61,7 +61,9 @@ done
 rm -rf "$changed"
 
 expect 0 "ok: 8 threads x 4 streams x ${LAUNCHES:-10000} launches" "$programs/stress" "$bundle" "${LAUNCHES:-10000}"
-if [ "$(nvidia-smi --list-gpus 2>/dev/null | wc -l)" -ge 2 ]; then
+devices=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+[ -z "${CUDA_VISIBLE_DEVICES+set}" ] || devices=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
+if [ "$devices" -ge 2 ]; then
     expect 0 "ok: two devices" "$programs/devices" "$bundle"
 else
     expect 77 "skipped: " "$programs/devices" "$bundle"
