@@ -52,8 +52,18 @@ def command() -> str:
 
 def save(options: argparse.Namespace, title: str, report: dict[str, Any], charts: list[Chart]) -> None:
     """Write what was asked for. Numbers come first: a document that does not fit must not lose them."""
+    write_numbers(options, report)
+    write_charts(options, title, report, charts)
+
+
+def write_numbers(options: argparse.Namespace, report: dict[str, Any]) -> None:
     if options.json:
         options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+
+
+def write_charts(
+    options: argparse.Namespace, title: str, report: dict[str, Any], charts: list[Chart]
+) -> None:
     if not options.document:
         return
     if not can_write():

@@ -4,8 +4,9 @@
 rules for splitting a sequence are timed, the library's own (``kv_splits`` 0) and the one that fills the device (-1), as
 FlashInfer does; of a cache in 16 bits ``paged_prefill`` too, planned beforehand as FlashInfer's FA2 is. All sides of a row
 alternate A B .. B A. Before each measurement other memory is read, so that nothing of the cache is in L2. Who is absent,
-raises or computes something else is left out of a row, and the report says why. ``--prepare`` compiles what FlashInfer would
-compile when called, and ends.
+raises or computes something else is left out of a row, and the report says why. The report is written after each row; the
+document of one that was stopped can be had with ``--from-json --document FILE``. ``--prepare`` compiles what FlashInfer
+would compile when called, and ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import statistics
 import sys
 import time
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 from gpu.bench_document import Chart
-from gpu.bench_options import bundles_here, lines, parser, save, stamp
+from gpu.bench_options import bundles_here, lines, parser, stamp, write_charts, write_numbers
 from gpu.bundles import open_by_name
 from gpu.contenders import Contender, Contenders
 from gpu.left_out import reason, reasons
@@ -311,6 +313,11 @@ def sides(bundle: str) -> dict[str, tuple[str, ...]]:
     }
 
 
+def write_document(options: argparse.Namespace, report: dict[str, Any]) -> None:
+    made = charts(report["rows"], report["bundles"][0], report["copy_tb_per_s"])
+    write_charts(options, "XQA decode", report, made)
+
+
 def triton_or_why(path: Path | None) -> ModuleType | str:
     if path is None:
         return "no --triton-decode"
@@ -334,37 +341,43 @@ def main() -> int:
     asking = parser(__doc__)
     asking.add_argument("--geometries", nargs="+", type=geometry_of, help="such as bf16-d128-g8")
     asking.add_argument("--triton-decode", type=Path, help="SGLang's file; gpu/xqa_contenders.py says which")
+    asking.add_argument("--from-json", action="store_true", help="measure nothing: the document of --json")
     asking.add_argument("--prepare", action="store_true", help="only compile what FlashInfer would compile")
     options = asking.parse_args()
     geometries = options.geometries or (QUICK_GEOMETRIES if options.quick else GEOMETRIES)
     if options.prepare:
         print(compile_others(geometries))
         return 0
+    if options.from_json:
+        write_document(options, json.loads(options.json.read_text()))
+        return 0
     report = stamp(options.trial) | {"quick": options.quick}
     torch.cuda.set_device(0)
     names = bundles_here()
-    report["compiled"] = compile_others(geometries)
+    report |= {"compiled": compile_others(geometries), "bundles": names}
     cells = grid(geometries, options.quick)
     each = 2 * ROUNDS * SAMPLES
     print(report["compiled"])
     print(f"{len(cells)} rows of 7 to 16 contenders, {each} measurements of 5 ms or more each", flush=True)
     bundles = {name: open_by_name(name) for name in names}
     asked = {"quick": options.quick, "triton": triton_or_why(options.triton_decode)}
-    rate, clock, rows = copy_rate(), cold_clock(), []
+    rate, clock = copy_rate(), cold_clock()
+    rows: list[dict[str, Any]] = []
+    report |= {"copy_tb_per_s": rate, "rows": rows}
     given_up: dict[Geometry, dict[str, str]] = {geometry: {} for geometry in geometries}
     for index, cell in enumerate(cells, 1):
         rows.append(measured(bundles, cell, rate, clock, given_up=given_up[cell[0]], **asked))
+        report |= {
+            "complete": index == len(cells),
+            "claims": [s for name in names for s in claims(rows, name)],
+        }
+        write_numbers(options, report)
         print(f"{index}/{len(cells)} {line(rows[-1])}", flush=True)
         torch.cuda.empty_cache()
     torch.cuda.synchronize()
     for bundle in bundles.values():
         bundle.close()
-    report |= {
-        "copy_tb_per_s": rate,
-        "rows": rows,
-        "claims": [s for name in names for s in claims(rows, name)],
-    }
-    save(options, "XQA decode", report, charts(rows, names[0], rate))
+    write_document(options, report)
     print("\n".join([f"a plain copy: {rate} TB/s", *report["claims"], *reasons(rows)]))
     return 0
 
