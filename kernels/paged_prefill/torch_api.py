@@ -22,6 +22,7 @@ from kernseal.kernels.ragged_prefill.planned import (
     INVARIANT_TILE,
     Planned,
     PlannedWrapper,
+    check_buffer,
     check_fixed,
     chunk_of,
     dtype_of,
@@ -68,12 +69,15 @@ class _PagedWrapper(PlannedWrapper):
         """``buffers``: upstream's of the page table's ends, its entries and the last pages' lengths, by their names."""
         super().__init__(OP, float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         if use_cuda_graph:
-            if missing := [name for name, buffer in buffers.items() if buffer is None]:
+            given = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+            if missing := [name for name in buffers if name not in given]:
                 raise InvalidArgument(f"{', '.join(missing)}: needed with use_cuda_graph")
-            ends, _, last = (buffer.numel() for buffer in buffers.values() if buffer is not None)
-            if ends != last + 1:
-                name = next(iter(buffers))
-                raise InvalidArgument(f"{name}: {ends} entries; expected B + 1 = {last + 1}")
+            (ends, ends_buffer), (pages, pages_buffer), (last, last_buffer) = given.items()
+            check_buffer(pages, pages_buffer)
+            check_buffer(last, last_buffer)
+            check_buffer(ends, ends_buffer, last_buffer.numel() + 1)
+            if qo_indptr is not None:
+                check_buffer("qo_indptr_buf", qo_indptr, last_buffer.numel() + 1)
         self._buffers = (qo_indptr, *buffers.values()) if use_cuda_graph else (None,) * 4
         self._pages: torch.Tensor | None = None
 
@@ -121,16 +125,18 @@ class _PagedWrapper(PlannedWrapper):
         self._make_plan(axes, dtype, heads[2], int(qo[-1]), fields, **read)
         self._pages = pages
         if pages_buffer is not None:
-            pages[: indices[1].numel()].copy_(indices[1], non_blocking=non_blocking)
+            # Host memory may be pinned, and the caller's to write again at once: its copy is waited for.
+            at_ease = non_blocking and indices[1].get_device() == self._ordinal
+            pages[: indices[1].numel()].copy_(indices[1], non_blocking=at_ease)
         for buffer, values in ((qo_buffer, qo), (ends_buffer, ends), (last_buffer, last)):
             if buffer is not None:
                 buffer.copy_(values, non_blocking=non_blocking)
 
     def _place(self, name: str, given: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
         """Where the runs read the entries of the page table: with a graph a buffer, which is not yet written."""
-        for tensor in (given, buffer):
-            if tensor is not None:
-                check_dtype(name, tensor, (torch.int32,))
+        check_dtype(name, given, (torch.int32,))
+        if given.ndim != 1:
+            raise InvalidArgument(f"{name}: shape {tuple(given.shape)}; expected one dimension")
         if buffer is None:
             return given.to(self._workspace.device).contiguous()
         if given.numel() > buffer.numel():
@@ -210,7 +216,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
             float_workspace_buffer: scratch on the device for sequences that are split, 16-byte aligned.
             kv_layout: ``NHD`` or ``HND``.
             use_cuda_graph: every plan makes the same launch, into the same memory, so that a captured run can be replayed
-                after another plan.
+                after another plan. The first plan fixes all but lengths and pages: a later one that would make another
+                launch is refused.
             paged_kv_indices_buf: with ``use_cuda_graph``, where the kernel reads the page table's entries: as many as a
                 plan will ever have.
             qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf: with ``use_cuda_graph``, where plan leaves what
@@ -220,7 +227,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
 
         Raises:
             Unsupported: a mask buffer, a variant of the kernel that is compiled at run time, or another backend.
-            InvalidArgument: an argument that upstream does not know either, or a buffer that is missing.
+            InvalidArgument: an argument that upstream does not know either, or a buffer that is missing or of another shape
+                or type.
         """
         refuse(custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf, jit_args=jit_args)
         refuse(jit_kwargs=jit_kwargs, variant_owns_mask=variant_owns_mask or None)
@@ -299,8 +307,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         Raises:
             Unsupported: an argument asks for what these kernels do not do, or the bundle lacks the variant; the message has
                 the command that builds it.
-            InvalidArgument: the page table or the ends of the sequences are none, or with ``use_cuda_graph`` other than was
-                fixed.
+            InvalidArgument: the page table or the ends of the sequences are none; or with ``use_cuda_graph`` anything but
+                lengths and pages is other than was fixed.
             WorkspaceTooSmall: ``float_workspace_buffer``; the message has the size that is needed.
             NotPrepared: no bundle serves the device; see ``use_bundle``.
         """
@@ -405,7 +413,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
 
         Raises:
             Unsupported: a variant of the kernel that is compiled at run time, or another backend.
-            InvalidArgument: an argument that upstream does not know either, or a buffer that is missing.
+            InvalidArgument: an argument that upstream does not know either, or a buffer that is missing or of another shape
+                or type.
         """
         refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
         buffers = {

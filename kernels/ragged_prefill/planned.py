@@ -12,7 +12,7 @@ import torch
 from kernseal.loader.addresses import check_dtype, dense, dtype_name, look, memory, on, on_device
 from kernseal.loader.errors import InvalidArgument, NotPrepared, Unsupported
 from kernseal.loader.op import Op, Settled
-from kernseal.loader.serving import served_by
+from kernseal.loader.serving import device_name, served_by
 from kernseal.loader.tensors import torch_stream
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -20,6 +20,8 @@ _NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.fl
 _F32 = (torch.float32,)
 _CHANGING = ("q", "k", "v", "o", "lse", "sm_scale", "stream")
 """Fields that a run has of its own."""
+_CHECKED_ALONE = ("total_kv",)
+"""Fields that no launch has: they bound what a plan and a run check."""
 INVARIANT_TILE = 64
 """Query rows of a tile where upstream promises results that do not follow from the batch."""
 
@@ -30,8 +32,10 @@ class Planned:
 
     Attributes:
         fields: of the C struct; those of a run's own memory and strides are not in it.
+        launch: what else is fixed with a graph: the axes of the variant, and fields before the plan has its place.
         v_dim: elements of a row of o.
         rows: of q.
+        workspace: the scratch whose address is in fields.
         host, device: the plan and its copy.
         calls: what runs like those before need not work out again, by what their tensors show.
     """
@@ -39,8 +43,10 @@ class Planned:
     op: Op
     dtype: torch.dtype
     fields: Mapping[str, Any]
+    launch: Mapping[str, Any]
     v_dim: int
     rows: int
+    workspace: torch.Tensor
     host: torch.Tensor
     device: torch.Tensor
     calls: dict[Hashable, Settled] = field(default_factory=dict)
@@ -86,17 +92,17 @@ class PlannedWrapper:
         self._workspace = float_workspace_buffer
 
     def _rows(self, rows: int) -> int:
-        """Rows of q that the launch is for: with a graph, those of the first plan.
+        """Rows of q that the launch is for: with a graph, those of the first plan unless more were asked for.
 
         Raises:
             InvalidArgument: there are more.
         """
-        if not self._graph:
+        most = self._most_rows if self._planned is None else self._planned.fields["total_q"]
+        if not self._graph or most is None:
             return rows
-        self._most_rows = rows if self._most_rows is None else self._most_rows
-        if rows > self._most_rows:
-            raise InvalidArgument(f"qo_indptr: {rows} rows; at most {self._most_rows} were fixed")
-        return self._most_rows
+        if rows > most:
+            raise InvalidArgument(f"qo_indptr: {rows} rows; at most {most} were fixed")
+        return int(most)
 
     def _make_plan(
         self,
@@ -114,28 +120,40 @@ class PlannedWrapper:
             rows: of q that the runs have.
             fields: of the C struct.
             read: what plan alone reads, on the host.
+
+        Raises:
+            InvalidArgument: with a graph, a run would make another launch than the first plan's.
         """
-        wanted = (*axes.items(), dtype)
-        op = served_by(self._ordinal).ready(
-            self._op, wanted, lambda served, _: served.prepare(self._op, **axes, dtype=DTYPES[dtype])
-        )
         fields = {
             **fields,
             "fixed_grid": int(self._graph),
             "workspace": memory("float_workspace_buffer", self._workspace, self._ordinal),
             "workspace_bytes": self._workspace.nbytes,
         }
+        launch = {**axes, "dtype": dtype, **fields}
+        before = self._planned if self._graph else None
+        if before is not None:
+            _check_same(launch, before.launch)
+        wanted = (*axes.items(), dtype)
+        op = served_by(self._ordinal).ready(
+            self._op, wanted, lambda served, _: served.prepare(self._op, **axes, dtype=DTYPES[dtype])
+        )
+        if before is not None and op is not before.op:
+            where = device_name(self._ordinal)
+            raise InvalidArgument(
+                f"bundle: another serves {where} than at the first plan, which use_cuda_graph fixed"
+            )
         given = {**fields, **{name: values.data_ptr() for name, values in read.items()}}
         host = torch.empty(max(op.plan(**given), 1), dtype=torch.uint8, pin_memory=self._workspace.is_cuda)
         used = op.plan(**given, plan=host.data_ptr(), plan_bytes=host.nbytes)
-        before = self._planned
-        if self._graph and before is not None and before.device.nbytes >= host.nbytes:
+        if before is not None:
             device = before.device
         else:
             device = torch.empty(host.nbytes, dtype=torch.uint8, device=self._workspace.device)
         device[:used].copy_(host[:used], non_blocking=True)
         places = {"plan": host.data_ptr(), "plan_bytes": host.nbytes, "plan_device": device.data_ptr()}
-        self._planned = Planned(op, dtype, {**fields, **places}, v_dim, rows, host, device)
+        memories = self._workspace, host, device
+        self._planned = Planned(op, dtype, {**fields, **places}, launch, v_dim, rows, *memories)
 
     def _operands(
         self, planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -162,11 +180,11 @@ class PlannedWrapper:
         planned, device = self._ready(), self._ordinal
         shape = (planned.rows, int(planned.fields["num_q_heads"]), planned.v_dim)
         if out is None:
-            out = torch.empty(shape, dtype=planned.dtype, device=self._workspace.device)
+            out = torch.empty(shape, dtype=planned.dtype, device=planned.workspace.device)
         if not return_lse:
             lse = None
         elif lse is None:
-            lse = torch.empty(shape[:2], dtype=torch.float32, device=self._workspace.device)
+            lse = torch.empty(shape[:2], dtype=torch.float32, device=planned.workspace.device)
         shown, addresses = look((q, k, v, out, lse))
         key = shown, enable_pdl
         call = planned.calls.get(key)
@@ -186,6 +204,15 @@ class PlannedWrapper:
         if self._planned is None:
             raise NotPrepared("plan must be called before run")
         return self._planned
+
+
+def _check_same(launch: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument for the first thing of a launch that is not as it was fixed."""
+    for name, value in launch.items():
+        if name not in _CHECKED_ALONE and value != fixed[name]:
+            raise InvalidArgument(
+                f"{name} is {value}; with use_cuda_graph it stays as the first plan had it, {fixed[name]}"
+            )
 
 
 def refuse(**arguments: Any) -> None:
@@ -244,7 +271,8 @@ def chunk_of(fixed_split_size: int | None, disable_split_kv: bool, unit: int = 1
 
 
 def on_host(name: str, given: torch.Tensor, count: int | None = None) -> torch.Tensor:
-    """int32 of the host; [B + 1] unless ``count`` says how many.
+    """int32 of the host; [B + 1] unless ``count`` says how many. Never in pinned memory of the caller, from which a copy to
+    the device could still be under way when plan returns.
 
     Raises:
         InvalidArgument: another type or shape.
@@ -253,7 +281,16 @@ def on_host(name: str, given: torch.Tensor, count: int | None = None) -> torch.T
     if given.ndim != 1 or (given.numel() == 0 if count is None else given.numel() != count):
         expected = "B + 1" if count is None else str(count)
         raise InvalidArgument(f"{name}: shape {tuple(given.shape)}; expected [{expected}]")
-    return given.cpu().contiguous()
+    held = given.cpu().contiguous()
+    return held.clone() if held.is_pinned() else held
+
+
+def check_buffer(name: str, buffer: torch.Tensor, count: int | None = None) -> None:
+    """Raises InvalidArgument unless a buffer for a graph has ``count`` int32, or any number of them."""
+    check_dtype(name, buffer, (torch.int32,))
+    if buffer.ndim != 1 or count not in (None, buffer.numel()):
+        expected = "one dimension" if count is None else f"[B + 1] = [{count}]"
+        raise InvalidArgument(f"{name}: shape {tuple(buffer.shape)}; expected {expected}")
 
 
 def check_fixed(name: str, given: torch.Tensor, buffer: torch.Tensor | None) -> None:

@@ -22,6 +22,7 @@ from kernseal.kernels.ragged_prefill.planned import (
     INVARIANT_TILE,
     Planned,
     PlannedWrapper,
+    check_buffer,
     check_fixed,
     chunk_of,
     dtype_of,
@@ -67,20 +68,25 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
             float_workspace_buffer: scratch on the device for sequences that are split, 16-byte aligned.
             kv_layout: ``NHD`` or ``HND``.
             use_cuda_graph: every plan makes the same launch, into the same memory, so that a captured run can be replayed
-                after another plan; the first plan fixes the most rows of q.
+                after another plan. The first plan fixes the most rows of q and all else but lengths: a later one that
+                would make another launch is refused.
             qo_indptr_buf, kv_indptr_buf: with ``use_cuda_graph``, where plan leaves the ends of the sequences. The kernel
                 reads its own copy.
             backend: ``auto`` or ``fa2``.
 
         Raises:
             Unsupported: a mask buffer, a variant of the kernel that is compiled at run time, or another backend.
-            InvalidArgument: an argument that upstream does not know either.
+            InvalidArgument: an argument that upstream does not know either, or a buffer that is missing or of another shape
+                or type.
         """
         refuse(custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf, jit_args=jit_args)
         refuse(jit_kwargs=jit_kwargs, variant_owns_mask=variant_owns_mask or None)
         super().__init__(OP, float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        if use_cuda_graph and (qo_indptr_buf is None or kv_indptr_buf is None):
-            raise InvalidArgument("qo_indptr_buf, kv_indptr_buf: needed with use_cuda_graph")
+        if use_cuda_graph:
+            if qo_indptr_buf is None or kv_indptr_buf is None:
+                raise InvalidArgument("qo_indptr_buf, kv_indptr_buf: needed with use_cuda_graph")
+            check_buffer("qo_indptr_buf", qo_indptr_buf)
+            check_buffer("kv_indptr_buf", kv_indptr_buf, qo_indptr_buf.numel())
         self._ends = (qo_indptr_buf, kv_indptr_buf) if use_cuda_graph else (None, None)
 
     def plan(
@@ -141,7 +147,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
         Raises:
             Unsupported: an argument asks for what these kernels do not do, or the bundle lacks the variant; the message has
                 the command that builds it.
-            InvalidArgument: the ends of the sequences are none, or with ``use_cuda_graph`` other than was fixed.
+            InvalidArgument: the ends of the sequences are none; or with ``use_cuda_graph`` anything but lengths is not as it
+                was fixed.
             WorkspaceTooSmall: ``float_workspace_buffer``; the message has the size that is needed.
             NotPrepared: no bundle serves the device; see ``use_bundle``.
         """

@@ -6,6 +6,7 @@ import ctypes
 import inspect
 import math
 import struct
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,7 +106,7 @@ def ints_at(address: int, count: int) -> list[int]:
     return list((ctypes.c_int32 * count).from_address(address)) if count else []
 
 
-def ints(values: list[int]) -> torch.Tensor:
+def ints(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -114,14 +115,16 @@ def planned(made: Any = None, **changes: Any) -> Any:
     table = [ints(changes.pop(name, v)) for name, v in (("qo", QO), ("indptr", INDPTR))]
     table += [changes.pop("indices", ints(INDICES)), ints(changes.pop("last", LAST))]
     given = {"causal": True, "q_data_type": bf16, **changes}
-    made.plan(*table, HQ, HKV, given.pop("head_dim_qk", D), given.pop("page_size", SIZE), **given)
+    heads = given.pop("heads", (HQ, HKV))
+    made.plan(*table, *heads, given.pop("head_dim_qk", D), given.pop("page_size", SIZE), **given)
     return made
 
 
 def decode(made: Any = None, **changes: Any) -> Any:
     made = made or BatchDecodeWithPagedKVCacheWrapper(scratch(1 << 20))
     given = {"q_data_type": bf16, **changes}
-    table = (ints(given.pop("indptr", INDPTR)), ints(INDICES), ints(given.pop("last", LAST)))
+    table = (ints(given.pop("indptr", INDPTR)), given.pop("indices", None), ints(given.pop("last", LAST)))
+    table = tuple(ints(INDICES) if values is None else values for values in table)
     made.plan(*table, HQ, HKV, D, SIZE, **given)
     return made
 
@@ -366,6 +369,110 @@ def test_a_graph_may_say_how_many_rows_it_is_for(recorder: Recorder) -> None:
     assert recorder.launched[0]["total_q"] == 200
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("head_dim", {"head_dim_qk": 64}),
+        ("causal", {"causal": False}),
+        ("dtype", {"q_data_type": f16}),
+        ("page_size", {"page_size": 32}),
+        ("tile_q", {"tile_q": 16}),
+        ("sm_scale", {"sm_scale": 0.5}),
+        ("kv_chunk", {"disable_split_kv": True}),
+        ("num_q_heads", {"heads": (16, 2)}),
+        ("num_kv_heads", {"heads": (8, 4)}),
+    ],
+)
+def test_a_graph_keeps_its_launch(recorder: Recorder, name: str, changes: dict[str, Any]) -> None:
+    """What is captured would go on as it was, on the plan of another."""
+    made = planned(BatchPrefillWithPagedKVCacheWrapper(scratch(1 << 20), "NHD", True, **buffers()))
+    before, prepared = made._planned, len(recorder.prepared)
+    with pytest.raises(
+        InvalidArgument, match=f"{name} is .*; with use_cuda_graph it stays as the first plan"
+    ):
+        planned(made, **changes)
+    assert made._planned is before and len(recorder.prepared) == prepared
+    made.run(query(), pools())
+
+
+def test_a_graph_keeps_its_scratch_and_its_bundle() -> None:
+    made = planned(BatchPrefillWithPagedKVCacheWrapper(scratch(1 << 20), "NHD", True, **buffers()))
+    first = made._workspace
+    made.reset_workspace_buffer(scratch(1 << 20))
+    with pytest.raises(InvalidArgument, match="workspace is "):
+        planned(made)
+    made.reset_workspace_buffer(first)
+    planned(made)
+    serving.use_bundle(Recorder(), HOST)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=r"bundle: another serves .* than at the first plan"):
+        planned(made)
+
+
+def test_scratch_is_kept_while_a_plan_names_it(recorder: Recorder) -> None:
+    made = planned()
+    held = weakref.ref(made._workspace)
+    made.reset_workspace_buffer(scratch(1 << 20))
+    made.run(query(), pools())
+    old = held()
+    assert old is not None and recorder.launched[0]["workspace"] == old.data_ptr()
+    del old
+    planned(made)
+    assert held() is None
+
+
+class Copied(torch.Tensor):
+    """A tensor that keeps how it was written."""
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        WRITTEN.append((source, non_blocking))
+        return super().copy_(source.as_subclass(torch.Tensor), non_blocking)
+
+
+WRITTEN: list[tuple[torch.Tensor, bool]] = []
+
+
+@pytest.mark.parametrize(("elsewhere", "non_blocking"), [(False, True), (False, False), (True, True)])
+def test_only_pages_on_the_device_are_copied_without_waiting(elsewhere: bool, non_blocking: bool) -> None:
+    """An engine may write its pinned memory again as soon as plan returns. Here the host is the device."""
+    WRITTEN.clear()
+    kept = buffers()
+    kept["paged_kv_indices_buf"] = kept["paged_kv_indices_buf"].as_subclass(Copied)
+    made = BatchPrefillWithPagedKVCacheWrapper(scratch(1 << 20), "NHD", True, **kept)
+    indices = ints(INDICES).as_subclass(Elsewhere) if elsewhere else ints(INDICES)
+    planned(made, indices=indices, non_blocking=non_blocking)
+    assert [waits for _, waits in WRITTEN] == [non_blocking and not elsewhere]
+
+
+class Pinned(torch.Tensor):
+    def is_pinned(self, device: Any = None) -> bool:
+        return True
+
+
+def test_ends_in_pinned_memory_are_not_what_is_copied() -> None:
+    WRITTEN.clear()
+    kept = {name: buffer.as_subclass(Copied) for name, buffer in buffers().items()}
+    made = BatchPrefillWithPagedKVCacheWrapper(scratch(1 << 20), "NHD", True, **kept)
+    given = [ints(values).as_subclass(Pinned) for values in (QO, INDPTR, LAST)]
+    made.plan(given[0], given[1], ints(INDICES), given[2], HQ, HKV, D, SIZE, causal=True, q_data_type=bf16)
+    sources = {source.data_ptr() for source, _ in WRITTEN}
+    assert len(sources) == 4 and sources.isdisjoint(tensor.data_ptr() for tensor in given)
+
+
+def test_a_plan_that_fails_changes_nothing(bundle: Bundle) -> None:
+    """Neither the rows that a graph is for nor what was planned before."""
+    kept = buffers()
+    made = BatchPrefillWithPagedKVCacheWrapper(scratch(1000), "NHD", True, **kept)
+    with pytest.raises(WorkspaceTooSmall):
+        planned(made, qo=[0, 1, 2, 3])
+    assert all(not buffer.any() for buffer in kept.values())
+    made.reset_workspace_buffer(scratch(1 << 25))
+    before = planned(made)._planned
+    with pytest.raises(InvalidArgument, match="kv_lens"):
+        planned(made, last=[17, 0, 16])
+    assert made._planned is before
+    made.run(query(), pools())
+
+
 def test_a_graph_of_decode(recorder: Recorder) -> None:
     kept = list(buffers().values())[1:]
     made = decode(BatchDecodeWithPagedKVCacheWrapper(scratch(1 << 20), "NHD", True, False, *kept))
@@ -450,8 +557,14 @@ def test_arguments_that_make_no_sense() -> None:
         prefill(memory, use_cuda_graph=True, **{**kept, "qo_indptr_buf": None})
     with pytest.raises(InvalidArgument, match=r"paged_kv_indptr_buffer, paged_kv_indices_buffer, .*: needed"):
         steps(memory, use_cuda_graph=True)
-    with pytest.raises(InvalidArgument, match=r"paged_kv_indptr_buf: 5 entries; expected B \+ 1 = 4"):
-        prefill(memory, use_cuda_graph=True, **{**kept, "paged_kv_indptr_buf": ints([0] * 5)})
+    for name, given, words in (
+        ("paged_kv_indptr_buf", ints([0] * 5), r"shape \(5,\); expected \[B \+ 1\] = \[4\]"),
+        ("qo_indptr_buf", ints([0] * 9), r"shape \(9,\); expected \[B \+ 1\] = \[4\]"),
+        ("paged_kv_last_page_len_buf", ints([[0] * 3]), r"shape \(1, 3\); expected one dimension"),
+        ("paged_kv_indices_buf", ints([0]).long(), r"torch\.int64"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"{name}: {words}"):
+            prefill(memory, use_cuda_graph=True, **{**kept, name: given})
     with pytest.raises(InvalidArgument, match="max_total_num_rows: needs use_cuda_graph"):
         prefill(memory, max_total_num_rows=5)
     with pytest.raises(InvalidArgument, match=r"paged_kv_indptr: shape \(3,\); expected \[4\]"):
@@ -460,6 +573,8 @@ def test_arguments_that_make_no_sense() -> None:
         planned(last=[1, 1])
     with pytest.raises(InvalidArgument, match=r"paged_kv_indices: torch\.int64"):
         planned(indices=ints(INDICES).long())
+    with pytest.raises(InvalidArgument, match=r"paged_kv_indices: shape \(1, 7\); expected one dimension"):
+        planned(indices=ints([INDICES]))
     for made, rows in ((prefill(memory), 130), (steps(memory), 3)):
         with pytest.raises(NotPrepared, match="plan must be called before run"):
             made.run(query(rows), pools())

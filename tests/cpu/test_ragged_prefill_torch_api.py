@@ -247,6 +247,40 @@ def test_a_graph_has_one_launch_and_one_place_for_its_plans(gpu: FakeGpu) -> Non
         planned(made, qo=[0, 1, 2], kv=[0, 1, 2])
 
 
+def graphed(size: int = 1 << 24) -> BatchPrefillWithRaggedKVCacheWrapper:
+    kept = {name: ints([0] * 4) for name in ("qo_indptr_buf", "kv_indptr_buf")}
+    return wrapper(size, use_cuda_graph=True, **kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("causal", {"causal": False}),
+        ("dtype", {"q_data_type": f16}),
+        ("sm_scale", {"sm_scale": 0.5}),
+        ("kv_chunk", {"disable_split_kv": False}),
+        ("tile_q", {"tile_q": 16}),
+    ],
+)
+def test_a_graph_keeps_its_launch(name: str, changes: dict[str, Any]) -> None:
+    """What is captured would go on as it was, on the plan of another."""
+    made = planned(graphed())
+    before = made._planned
+    with pytest.raises(
+        InvalidArgument, match=f"{name} is .*; with use_cuda_graph it stays as the first plan"
+    ):
+        planned(made, **changes)
+    assert made._planned is before
+
+
+def test_a_plan_that_fails_changes_nothing() -> None:
+    made = graphed(1000)
+    with pytest.raises(WorkspaceTooSmall):
+        planned(made, qo=[0, 1, 2, 3], disable_split_kv=False)
+    made.reset_workspace_buffer(scratch(1 << 25))
+    planned(made, disable_split_kv=False).run(**tensors())
+
+
 def test_an_empty_batch_launches_nothing(gpu: FakeGpu) -> None:
     made = planned(qo=[0], kv=[0])
     assert made.run(**tensors(0, 0)).shape == (0, HQ, D)
@@ -311,6 +345,14 @@ def test_arguments_that_make_no_sense() -> None:
         wrapper(kv_layout="NDH")
     with pytest.raises(InvalidArgument, match="needed with use_cuda_graph"):
         wrapper(use_cuda_graph=True)
+    for name, given, words in (
+        ("kv_indptr_buf", ints([0] * 5), r"shape \(5,\); expected \[B \+ 1\] = \[4\]"),
+        ("qo_indptr_buf", ints([0] * 4).view(2, 2), r"shape \(2, 2\); expected one dimension"),
+        ("qo_indptr_buf", ints([0] * 4).long(), r"torch\.int64"),
+    ):
+        kept = {"qo_indptr_buf": ints([0] * 4), "kv_indptr_buf": ints([0] * 4), name: given}
+        with pytest.raises(InvalidArgument, match=f"{name}: {words}"):
+            wrapper(use_cuda_graph=True, **kept)
     with pytest.raises(InvalidArgument, match="kv_indptr: 3 entries; qo_indptr has 4"):
         planned(kv=[0, 1, 2])
     with pytest.raises(InvalidArgument, match=r"qo_indptr: torch\.int64"):
