@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import torch
 
 from kernseal.kernels.ragged_prefill.planned import (
-    INVARIANT_TILE,
     Planned,
     PlannedWrapper,
     check_buffer,
@@ -32,8 +31,9 @@ from kernseal.kernels.ragged_prefill.planned import (
     refuse_lse,
     refuse_scales,
     rows_of,
+    uniform_tile,
 )
-from kernseal.loader import serving
+from kernseal.loader import addresses, serving
 from kernseal.loader.addresses import check_dtype, memory, on_device
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.serving import use_bundle
@@ -47,6 +47,8 @@ __all__ = [
 ]
 
 OP = "paged_prefill"
+BLOCKS_PER_SM = 2
+"""Thread blocks on a multiprocessor that upstream's split of sequences aims at."""
 
 prepare = functools.partial(serving.prepare, OP)
 """Prepare a variant ahead of the first call; see ``kernseal.loader.serving.prepare``."""
@@ -301,14 +303,16 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
             disable_split_kv: no parts. Without either, upstream's choice by the whole batch.
             seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv: for backends that are not here; not
                 read.
-            uniform_q_len, non_blocking, rope_scale, rope_theta: not needed.
+            uniform_q_len: with ``use_cuda_graph``, the rows of every sequence in every plan: tiles are chosen for as many,
+                and not for the one sequence that could have nearly all rows. Not read without.
+            non_blocking, rope_scale, rope_theta: not needed.
             tile_q: not upstream's: query rows of a tile, or 0 for its choice by the batch.
 
         Raises:
             Unsupported: an argument asks for what these kernels do not do, or the bundle lacks the variant; the message has
                 the command that builds it.
             InvalidArgument: the page table or the ends of the sequences are none; or with ``use_cuda_graph`` anything but
-                lengths and pages is other than was fixed.
+                lengths and pages is other than was fixed, or ``uniform_q_len`` is not what the sequences have.
             WorkspaceTooSmall: ``float_workspace_buffer``; the message has the size that is needed.
             NotPrepared: no bundle serves the device; see ``use_bundle``.
         """
@@ -320,17 +324,18 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         if head_dim_vo is not None and head_dim_vo != head_dim_qk:
             raise Unsupported(f"head_dim_vo is {head_dim_vo}; only head_dim_qk, {head_dim_qk}, is supported")
         chunk = chunk_of(fixed_split_size, disable_split_kv, page_size)
+        qo, heads = on_host("qo_indptr", qo_indptr), (num_qo_heads, num_kv_heads, head_dim_qk)
         self._plan_pages(
-            on_host("qo_indptr", qo_indptr),
+            qo,
             ("paged_kv_indptr", paged_kv_indptr),
             ("paged_kv_indices", paged_kv_indices),
             ("paged_kv_last_page_len", paged_kv_last_page_len),
-            (num_qo_heads, num_kv_heads, head_dim_qk),
+            heads,
             page_size,
             dtype_of(q_data_type, kv_data_type, o_data_type),
             bool(causal),
             sm_scale,
-            INVARIANT_TILE if chunk > 0 and tile_q == 0 else tile_q,
+            self._tile(tile_q, chunk, uniform_q_len, qo, heads),
             chunk,
             non_blocking,
         )
@@ -489,22 +494,34 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         if self._graph and self._planned is not None and q_len_per_req != self._q_len:
             raise InvalidArgument(f"q_len_per_req is {q_len_per_req}; {self._q_len} was fixed")
         q_type = data_type if q_data_type is None and data_type is not None else q_data_type or "float16"
-        batch = last_page_len.numel()
+        batch, heads = last_page_len.numel(), (num_qo_heads, num_kv_heads, head_dim)
+        tile = uniform_tile(q_len_per_req, *heads)
+        chunk = chunk_of(fixed_split_size, disable_split_kv, page_size)
+        if self._graph and chunk < 0 and self._is_full(batch, q_len_per_req, heads, tile):
+            chunk = 0
         self._plan_pages(
             torch.arange(0, batch * q_len_per_req + 1, q_len_per_req, dtype=torch.int32),
             ("indptr", indptr),
             ("indices", indices),
             ("last_page_len", last_page_len),
-            (num_qo_heads, num_kv_heads, head_dim),
+            heads,
             page_size,
             dtype_of(q_type, kv_data_type or data_type, o_data_type),
             q_len_per_req > 1,
             sm_scale,
-            0,  # the same tile in every batch: all sequences have the same number of rows
-            chunk_of(fixed_split_size, disable_split_kv, page_size),
+            tile,
+            chunk,
             non_blocking,
         )
         self._q_len = q_len_per_req
+
+    def _is_full(self, batch: int, rows: int, heads: tuple[int, int, int], tile: int) -> bool:
+        """Whether whole sequences are more thread blocks than a split aims at, so that upstream's never splits one."""
+        num_q_heads, num_kv_heads, _ = heads
+        if tile == 0:
+            return False
+        tiles = -(-rows * (num_q_heads // num_kv_heads) // tile)
+        return batch * tiles > BLOCKS_PER_SM * addresses.sm_count(self._ordinal) // num_kv_heads
 
     begin_forward = plan
 

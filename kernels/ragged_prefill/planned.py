@@ -104,6 +104,33 @@ class PlannedWrapper:
             raise InvalidArgument(f"qo_indptr: {rows} rows; at most {most} were fixed")
         return int(most)
 
+    def _tile(
+        self,
+        tile_q: int,
+        chunk: int,
+        uniform_q_len: int | None,
+        qo: torch.Tensor,
+        heads: tuple[int, int, int],
+    ) -> int:
+        """``tile_q`` of the C struct: the caller's, or what a promise of ``uniform_q_len`` or of invariance makes it.
+
+        Args:
+            qo: [B + 1] int32 on the host.
+            heads: of q, of k, and the elements of a row of v.
+
+        Raises:
+            InvalidArgument: with a graph, a sequence has other than ``uniform_q_len`` rows. Without one nobody reads it.
+        """
+        uniform = 0
+        if self._graph and uniform_q_len is not None and uniform_q_len > 0:
+            rows = qo.diff()
+            if (rows != uniform_q_len).any():
+                raise InvalidArgument(
+                    f"uniform_q_len is {uniform_q_len}; the sequences have {int(rows.min())} to {int(rows.max())} rows"
+                )
+            uniform = uniform_tile(uniform_q_len, *heads)
+        return tile_q or (INVARIANT_TILE if chunk > 0 else uniform)
+
     def _make_plan(
         self,
         axes: Mapping[str, Any],
@@ -268,6 +295,16 @@ def chunk_of(fixed_split_size: int | None, disable_split_kv: bool, unit: int = 1
     if disable_split_kv:
         return 0
     return -1 if fixed_split_size is None or fixed_split_size <= 0 else fixed_split_size * unit
+
+
+def uniform_tile(rows: int, num_q_heads: int, num_kv_heads: int, v_dim: int) -> int:
+    """Query rows of a tile, by upstream's rule, where every sequence has ``rows`` rows of q; 0 where there are no heads."""
+    if num_kv_heads < 1:
+        return 0
+    packed = rows * (num_q_heads // num_kv_heads)
+    if packed > 64 and v_dim <= 128:
+        return 128
+    return 64 if packed > 16 else 16
 
 
 def on_host(name: str, given: torch.Tensor, count: int | None = None) -> torch.Tensor:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from kernseal.kernels.ragged_prefill.planned import (
-    INVARIANT_TILE,
     Planned,
     PlannedWrapper,
     check_buffer,
@@ -141,14 +140,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
             disable_split_kv: no parts. Without either, upstream's choice by the whole batch.
             qo_indptr_cpu, kv_indptr_cpu: the same on the host, read instead.
             seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv: for a backend that is not here; not read.
-            uniform_q_len, non_blocking, rope_scale, rope_theta: not needed.
+            uniform_q_len: with ``use_cuda_graph``, the rows of every sequence in every plan: tiles are chosen for as many,
+                and not for the one sequence that could have nearly all rows. Not read without.
+            non_blocking, rope_scale, rope_theta: not needed.
             tile_q: not upstream's: query rows of a tile, or 0 for its choice by the batch.
 
         Raises:
             Unsupported: an argument asks for what these kernels do not do, or the bundle lacks the variant; the message has
                 the command that builds it.
             InvalidArgument: the ends of the sequences are none; or with ``use_cuda_graph`` anything but lengths is not as it
-                was fixed.
+                was fixed, or ``uniform_q_len`` is not what the sequences have.
             WorkspaceTooSmall: ``float_workspace_buffer``; the message has the size that is needed.
             NotPrepared: no bundle serves the device; see ``use_bundle``.
         """
@@ -169,7 +170,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
         fields = {
             "num_q_heads": num_qo_heads,
             "num_kv_heads": num_kv_heads,
-            "tile_q": INVARIANT_TILE if chunk > 0 and tile_q == 0 else tile_q,
+            "tile_q": self._tile(tile_q, chunk, uniform_q_len, qo, (num_qo_heads, num_kv_heads, v_dim)),
             "sm_scale": 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else sm_scale,
             "batch_size": qo.numel() - 1,
             "total_q": self._rows(int(qo[-1])),

@@ -250,7 +250,39 @@ def test_how_steps_are_split(recorder: Recorder) -> None:
     for changes in ({}, {"fixed_split_size": 8}, {"disable_split_kv": True}):
         decode(**changes).run(query(3), pools())
     found = [(call["kv_chunk"], call["tile_q"]) for call in recorder.launched]
-    assert found == [(-1, 0), (8 * SIZE, 0), (0, 0)]
+    assert found == [(-1, 16), (8 * SIZE, 16), (0, 16)]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "rows", "tile", "chunk"),
+    [
+        (64, 1, 16, -1),
+        (132, 4, 16, -1),
+        (133, 4, 16, 0),
+        (133, 5, 64, 0),
+        (66, 17, 128, -1),
+        (67, 33, 128, 0),
+    ],
+)
+def test_a_batch_that_fills_the_device_is_not_split_in_a_graph(
+    recorder: Recorder, graph: bool, batch: int, rows: int, tile: int, chunk: int
+) -> None:
+    """The tile follows from the rows of a sequence. With 132 SMs and 2 KV heads a split aims at 132 thread blocks."""
+    kept = [torch.zeros(n, dtype=torch.int32) for n in (batch + 1, 9, batch)] if graph else []
+    made = BatchDecodeWithPagedKVCacheWrapper(scratch(64), "NHD", graph, True, *kept)
+    ends, last = ints([0] * (batch + 1)), ints([0] * batch)
+    made.plan(ends, ints([]), last, HQ, HKV, D, SIZE, q_data_type=bf16, q_len_per_req=rows)
+    found = recorder.planned[-1]
+    assert (found["tile_q"], found["kv_chunk"]) == (tile, chunk if graph else -1)
+
+
+def test_a_full_batch_of_drafts_needs_no_scratch_in_a_graph(bundle: Bundle) -> None:
+    """Upstream's plan of it has none either."""
+    kept = [torch.zeros(n, dtype=torch.int32) for n in (257, 256 * 64, 256)]
+    made = BatchDecodeWithPagedKVCacheWrapper(scratch(0), "NHD", True, True, *kept)
+    ends = torch.arange(0, 256 * 64 + 1, 64, dtype=torch.int32)
+    made.plan(ends, kept[1].clone(), ints([16] * 256), 32, 8, D, SIZE, q_data_type=bf16, q_len_per_req=4)
 
 
 def test_a_step_of_decode(recorder: Recorder) -> None:
@@ -367,6 +399,33 @@ def test_a_graph_may_say_how_many_rows_it_is_for(recorder: Recorder) -> None:
     )
     planned(made).run(query(), pools())
     assert recorder.launched[0]["total_q"] == 200
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "tile"),
+    [
+        (4, {"uniform_q_len": 4}, 16),
+        (5, {"uniform_q_len": 5}, 64),
+        (5, {"uniform_q_len": 5, "tile_q": 16}, 16),
+        (4, {"uniform_q_len": 0}, 0),
+        (4, {}, 0),
+    ],
+)
+def test_a_graph_of_sequences_of_one_length(
+    recorder: Recorder, rows: int, given: dict[str, int], tile: int
+) -> None:
+    made = BatchPrefillWithPagedKVCacheWrapper(scratch(1 << 20), "NHD", True, **buffers())
+    planned(made, qo=[n * rows for n in range(4)], **given)
+    assert recorder.planned[-1]["tile_q"] == tile
+
+
+def test_a_promise_that_is_not_kept_is_refused_where_it_is_read(recorder: Recorder) -> None:
+    """Upstream plans for any lengths then, with another tile than the graph has."""
+    made = BatchPrefillWithPagedKVCacheWrapper(scratch(1 << 20), "NHD", True, **buffers())
+    with pytest.raises(InvalidArgument, match="uniform_q_len is 3; the sequences have 0 to 100 rows"):
+        planned(made, uniform_q_len=3)
+    planned(uniform_q_len=3)
+    assert recorder.planned[-1]["tile_q"] == 0
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,17 @@ def graphed(size: int = 1 << 24) -> BatchPrefillWithRaggedKVCacheWrapper:
     return wrapper(size, use_cuda_graph=True, **kept)
 
 
+def test_a_graph_of_sequences_of_one_length() -> None:
+    """Tiles are then for their rows, times the heads of a KV head."""
+    for rows, tile in ((4, 0), (5, 1), (17, 2)):
+        made = planned(graphed(), qo=[n * rows for n in range(4)], uniform_q_len=rows)
+        assert head(made)["tile"] == tile
+        assert head(planned(graphed(), qo=[n * rows for n in range(4)]))["tile"] > 0
+    with pytest.raises(InvalidArgument, match="uniform_q_len is 3; the sequences have 0 to 100 rows"):
+        planned(graphed(), uniform_q_len=3)
+    assert head(planned(uniform_q_len=3))["tile"] == head(planned())["tile"], "nobody reads it"
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -36,7 +36,8 @@ struct upstream_plan {
 };
 int upstream_plan(int sms_, int major_, int smem_optin_, int32_t* qo_indptr, int32_t* kv_indptr, uint32_t rows, uint32_t batch,
                   uint32_t q_heads, uint32_t kv_heads, uint32_t head_dim, uint32_t v_dim, uint32_t page_size, int fixed_grid,
-                  int32_t chunk, int unsplit, char* memory, uint64_t size, struct upstream_plan* out, char* error) {
+                  int32_t chunk, int unsplit, int64_t uniform_q_len, int always_uniform, char* memory, uint64_t size,
+                  struct upstream_plan* out, char* error) {
   sms = sms_, major = major_, smem_optin = smem_optin_;
   flashinfer::PrefillPlanInfo info;
   size_t float_bytes = 0, int_bytes = 0;
@@ -44,7 +45,7 @@ int upstream_plan(int sms_, int major_, int smem_optin_, int32_t* qo_indptr, int
     flashinfer::PrefillPlanImpl<true, int32_t>(float_bytes, int_bytes, memory, size_t(1) << 50, memory, memory, size, info, qo_indptr,
                                                kv_indptr, rows, batch, q_heads, kv_heads, head_dim, v_dim, page_size,
                                                fixed_grid, /*sizeof_dtype_o=*/2, /*window_left=*/-1, chunk, unsplit,
-                                               /*num_colocated_ctas=*/0, /*uniform_q_len=*/0, /*fixed_uniform_q_len=*/false, nullptr);
+                                               /*num_colocated_ctas=*/0, uniform_q_len, always_uniform != 0, nullptr);
   } catch (std::exception const& what) {
     strncpy(error, what.what(), 255);
     return 1;

@@ -36,8 +36,8 @@ CDEF = """
 struct upstream_plan { int64_t info[15]; uint64_t float_bytes, int_bytes; };
 int upstream_plan(int sms, int major, int smem_optin, int32_t *qo_indptr, int32_t *kv_indptr, uint32_t rows,
                   uint32_t batch, uint32_t q_heads, uint32_t kv_heads, uint32_t head_dim, uint32_t v_dim,
-                  uint32_t page_size, int fixed_grid, int32_t chunk, int unsplit, char *memory, uint64_t size,
-                  struct upstream_plan *out, char *error);
+                  uint32_t page_size, int fixed_grid, int32_t chunk, int unsplit, int64_t uniform_q_len,
+                  int always_uniform, char *memory, uint64_t size, struct upstream_plan *out, char *error);
 """
 FILES = (
     "allocator.h",
@@ -76,6 +76,7 @@ class Scheduler:
         page_size: int,
         device: tuple[int, int],
         dims: tuple[int, int],
+        uniform: tuple[int, bool] = (0, False),
     ) -> tuple[dict[str, int], bytes]:
         """What upstream says of its plan, by name, and the plan.
 
@@ -83,6 +84,7 @@ class Scheduler:
             kv_indptr: where the pages of each sequence begin, those alone that it has keys in.
             device: its SMs, and its compute capability's first number.
             dims: elements of a row of q and k, and of v and o.
+            uniform: the rows that every sequence is said to have, or 0, and whether in every plan of the graph.
         """
         out, error = self.ffi.new("struct upstream_plan *"), self.ffi.new("char[256]")
         qo, kv = (self.ffi.new("int32_t[]", list(ends)) for ends in (call.qo, kv_indptr))
@@ -92,7 +94,7 @@ class Scheduler:
         pages = chunk // page_size if chunk > 0 else chunk
         failed = self.c.upstream_plan(
             *(*device, SMEM_OPTIN[device[1]], qo, kv, rows, call["batch_size"], *heads, *dims, page_size),
-            *(fixed, pages, chunk == 0, self.memory, MEMORY, out, error),
+            *(fixed, pages, chunk == 0, *uniform, self.memory, MEMORY, out, error),
         )
         assert not failed, self.ffi.string(error).decode()
         sizes = {"float_bytes": out.float_bytes, "int_bytes": out.int_bytes}
@@ -105,26 +107,34 @@ def arrays(call: Call, blocks: int, rows: int, split: int) -> dict[str, int]:
     """What of a plan has meaning: int32 entries of each array."""
     found = {"requests": blocks, "q_tiles": blocks, "kv_tiles": blocks}
     found |= {"o_indptr": call["batch_size"] + 1}
-    if call["kv_chunk"] != 0 or call.fields.get("page_size", 1) == 1:
+    if split or (not call["fixed_grid"] and (call["kv_chunk"] != 0 or call.fields.get("page_size", 1) == 1)):
         found["chunk"] = 1  # upstream's of no parts is the largest int64 times the page size
     found |= {"all_rows": 1} if call["fixed_grid"] else {}
     return found | ({"merge_indptr": rows + 1} if split else {})
 
 
 def compare(call: Call, plan: Plan, info: dict[str, int], theirs: bytes) -> None:
-    """Fails unless both plans say the same."""
+    """Fails unless both plans say the same, in the same places."""
     head, base = plan.head, plan.head["requests"]
-    assert (head["grid"], head["rows"]) == (info["padded_batch_size"], info["total_num_rows"])
-    assert (plan.tile, head["split"]) == (info["cta_tile_q"], info["split_kv"])
+    assert head["grid"] == info["padded_batch_size"]
     assert head["bytes"] - base == info["int_bytes"]
     assert head["workspace_bytes"] == info["float_bytes"]
     assert head["part_lse_at"] == info["part_lse"]
-    blocks = sum(theirs[info["valid"] :][: head["grid"]]) if call["fixed_grid"] else head["grid"]
+    names = set(arrays(call, 0, 0, head["split"])) | ({"valid"} if call["fixed_grid"] else set())
+    assert {name: head[name] - base for name in names} == {name: info[name] for name in names}
+    compare_work(call, plan, info, theirs)
+
+
+def compare_work(call: Call, plan: Plan, info: dict[str, int], theirs: bytes) -> None:
+    """Fails unless both plans have thread blocks that do the same. With a fixed grid ours may have more that do nothing."""
+    head, blocks = plan.head, plan.head["grid"]
+    assert head["rows"] == info["total_num_rows"]
+    assert (plan.tile, head["split"]) == (info["cta_tile_q"], info["split_kv"])
+    if call["fixed_grid"]:
+        valid = theirs[info["valid"] :][: info["padded_batch_size"]]
+        blocks = sum(valid)
+        assert plan.data[head["valid"] :][: head["grid"]] == valid.ljust(head["grid"], b"\0")
     for name, count in arrays(call, blocks, call.qo[-1], head["split"]).items():
-        assert head[name] - base == info[name], name
         mine, them = plan.data[head[name] :][: 4 * count], theirs[info[name] :][: 4 * count]
         assert mine == them, name
-    if call["fixed_grid"]:
-        assert head["valid"] - base == info["valid"]
-        assert plan.data[head["valid"] :][: head["grid"]] == theirs[info["valid"] :][: head["grid"]]
     assert plan.ints("q_indptr", len(call.qo)) == call.qo
