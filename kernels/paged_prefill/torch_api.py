@@ -7,7 +7,9 @@ Say once which bundle serves a device, then call::
     wrapper.plan(indptr, indices, last_page_len, 32, 8, 128, 16, q_data_type=torch.bfloat16)
     o = wrapper.run(q, (k_cache, v_cache))
 
-Every call that upstream serves and this does not raises an error of ``kernseal.loader.errors``.
+Every call of what is here that upstream serves and this does not raises an error of ``kernseal.loader.errors``. Not here are
+``workspace_size`` and ``prewarm_paged_kv_stride_variant``: plan refuses scratch that is too small with the size that it
+needs, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -390,6 +392,35 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Upstream's old name of ``run``. What it says again must be as planned: ``sm_scale`` None is 1 / sqrt(head_dim_qk).
+
+        Raises:
+            Unsupported: it is not.
+            KernsealError: see ``run``.
+        """
+        refuse(use_fp16_qk_reduction=use_fp16_qk_reduction or None)
+        self._check_as_planned(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal=bool(causal))
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
 
 class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
     """Attention of one query token a sequence, or of a few drafts, over a paged cache, planned once a step and run once a
@@ -434,6 +465,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
     def use_tensor_cores(self) -> bool:
         return True
 
+    @property
+    def resolved_backend(self) -> str:
+        return "fa2"
+
     def plan(
         self,
         indptr: torch.Tensor,
@@ -443,10 +478,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        *,
         pos_encoding_mode: str = "NONE",
         window_left: int = -1,
-        window_right: int = 0,
         logits_soft_cap: float | None = None,
         q_data_type: str | torch.dtype | None = "float16",
         kv_data_type: str | torch.dtype | None = None,
@@ -461,6 +494,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
+        *,
+        window_right: int = 0,
         is_causal: bool | None = None,
         use_token_head_sf: bool = False,
     ) -> None:
@@ -562,6 +597,34 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         return self._run_paged(q, paged_kv_cache, out, lse, return_lse, enable_pdl, q_scale, k_scale, v_scale)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Upstream's old name of ``run``; see ``BatchPrefillWithPagedKVCacheWrapper.forward``.
+
+        Raises:
+            KernsealError: likewise.
+        """
+        self._check_as_planned(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+        return self.run(
+            q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse
+        )
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
 
 def _lengths(ends: torch.Tensor, last: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -3,6 +3,7 @@ once a layer, with all but addresses settled."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,6 +227,26 @@ class PlannedWrapper:
             stream = torch_stream(device)
             call.launch([*addresses, planned.fields["sm_scale"] * factor, stream])
         return out if lse is None else (out, lse)
+
+    def _check_as_planned(
+        self,
+        pos_encoding_mode: str,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+        **same: Any,
+    ) -> None:
+        """For ``forward``, which is told anew what a plan fixes here: ``same`` are axes of the variant.
+
+        Raises:
+            Unsupported: it is told anything else than plan was.
+        """
+        refuse_attention(pos_encoding_mode, window_left, logits_soft_cap)
+        launch = self._ready().launch
+        same["sm_scale"] = 1.0 / math.sqrt(launch["head_dim"]) if sm_scale is None else sm_scale
+        for name, value in same.items():
+            if value != launch[name]:
+                raise Unsupported(f"{name} is {value}; forward does what was planned, {launch[name]}")
 
     def _ready(self) -> Planned:
         if self._planned is None:

@@ -7,7 +7,7 @@ Say once which bundle serves a device, then call::
     wrapper.plan(qo_indptr, kv_indptr, 32, 8, 128, causal=True, q_data_type=torch.bfloat16)
     o = wrapper.run(q, k, v)
 
-Every call that upstream serves and this does not raises an error of ``kernseal.loader.errors``.
+Every call of what is here that upstream serves and this does not raises an error of ``kernseal.loader.errors``.
 """
 
 from __future__ import annotations
@@ -223,6 +223,34 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
         return self._launch(q, k, v, out, lse, return_lse, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Upstream's old name of ``run``. What it says again must be as planned: ``sm_scale`` None is 1 / sqrt(head_dim_qk).
+
+        Raises:
+            Unsupported: it is not.
+            KernsealError: see ``run``.
+        """
+        refuse(use_fp16_qk_reduction=use_fp16_qk_reduction or None)
+        self._check_as_planned(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, causal=bool(causal))
+        return self.run(q, k, v, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
     def _operands(
         self, planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -171,16 +171,61 @@ def test_the_arguments_are_flashinfers_in_its_order() -> None:
     ]
     assert names(steps.plan) == [
         *("indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim", "page_size"),
-        *("pos_encoding_mode", "window_left", "window_right", "logits_soft_cap", "q_data_type"),
+        *("pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type"),
         *("kv_data_type", "o_data_type", "data_type", "sm_scale", "rope_scale", "rope_theta"),
         *("non_blocking", "block_tables", "seq_lens", "fixed_split_size", "disable_split_kv"),
-        *("q_len_per_req", "is_causal", "use_token_head_sf"),
+        *("q_len_per_req", "window_right", "is_causal", "use_token_head_sf"),
+    ]
+    assert names(prefill.forward) == [
+        *("q", "paged_kv_cache", "causal", "pos_encoding_mode", "use_fp16_qk_reduction", "k_scale"),
+        *("v_scale", "window_left", "logits_soft_cap", "sm_scale", "rope_scale", "rope_theta", "return_lse"),
+    ]
+    assert names(steps.forward) == [
+        *("q", "paged_kv_cache", "pos_encoding_mode", "q_scale", "k_scale", "v_scale", "window_left"),
+        *("logits_soft_cap", "sm_scale", "rope_scale", "rope_theta", "return_lse"),
     ]
     assert names(steps.run) == [
         *("q", "paged_kv_cache", "args", "q_scale", "k_scale", "v_scale", "out", "lse", "return_lse"),
         *("enable_pdl", "window_left", "sinks", "q_len_per_req", "skip_softmax_threshold_scale_factor"),
         "kv_cache_sf",
     ]
+
+
+def test_a_step_may_be_planned_without_names(recorder: Recorder) -> None:
+    """As FlashInfer once had it: ``window_right`` alone never had a place."""
+    made = BatchDecodeWithPagedKVCacheWrapper(scratch(1 << 20))
+    made.plan(ints(INDPTR), ints(INDICES), ints(LAST), HQ, HKV, D, SIZE, "NONE", -1, 0.0, bf16)
+    assert recorder.prepared[-1]["dtype"] == "bf16"
+    last = inspect.signature(made.plan).parameters
+    positional = [name for name, p in last.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional[-1] == "q_len_per_req" and "window_right" not in positional
+    with pytest.raises(Unsupported, match="pos_encoding_mode is 'ALIBI'"):
+        made.plan(ints(INDPTR), ints(INDICES), ints(LAST), HQ, HKV, D, SIZE, "ALIBI")
+
+
+def test_forward_is_run_where_it_asks_for_what_was_planned(recorder: Recorder) -> None:
+    """Upstream's would take these for plan's; None is then 1 / sqrt(head_dim), whatever plan was told."""
+    made, steps = planned(), decode()
+    assert made.forward(query(), pools(), True, "NONE", k_scale=2.0).shape == (130, HQ, D)
+    assert len(made.forward_return_lse(query(), pools(), causal=True)) == 2
+    assert steps.forward(query(3), pools(), "NONE", 3.0, sm_scale=1 / math.sqrt(D)).shape == (3, HQ, D)
+    assert len(steps.forward_return_lse(query(3), pools())) == 2
+    factors = [call["sm_scale"] * math.sqrt(D) for call in recorder.launched]
+    assert factors == pytest.approx([2, 1, 3, 1])
+    for other, words in (
+        (lambda: made.forward(query(), pools()), "causal is False; forward does what was planned, True"),
+        (lambda: steps.forward(query(3), pools(), sm_scale=0.5), "sm_scale is 0.5; forward"),
+        (lambda: decode(sm_scale=0.5).forward(query(3), pools()), "sm_scale is 0.08.*was planned, 0.5"),
+        (lambda: steps.forward(query(3), pools(), "ALIBI"), "pos_encoding_mode is 'ALIBI'"),
+        (lambda: steps.forward(query(3), pools(), window_left=4), "window_left is 4"),
+        (lambda: steps.forward(query(3), pools(), logits_soft_cap=1.0), "logits_soft_cap"),
+        (lambda: made.forward(query(), pools(), True, use_fp16_qk_reduction=True), "use_fp16_qk_reduction"),
+    ):
+        with pytest.raises(Unsupported, match=words):
+            other()
+    assert steps.resolved_backend == "fa2"
+    with pytest.raises(NotPrepared):
+        BatchDecodeWithPagedKVCacheWrapper(scratch(1000)).forward(query(3), pools())
 
 
 def test_a_plain_call(recorder: Recorder) -> None:

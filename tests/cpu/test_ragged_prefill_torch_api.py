@@ -163,6 +163,17 @@ def test_a_plain_call(gpu: FakeGpu) -> None:
     )
 
 
+def test_forward_is_run_where_it_asks_for_what_was_planned(gpu: FakeGpu) -> None:
+    made, given = planned(), tensors()
+    assert made.forward(**given, causal=True).shape == (130, HQ, D)
+    assert len(made.forward_return_lse(given["q"], given["k"], given["v"], True)) == 2
+    assert len(gpu.log("launch")) == 2
+    with pytest.raises(Unsupported, match="causal is False; forward does what was planned, True"):
+        made.forward(**given)
+    with pytest.raises(Unsupported, match="sm_scale is 2"):
+        made.forward(**given, causal=True, sm_scale=2.0)
+
+
 def test_lse_is_made_or_taken(gpu: FakeGpu) -> None:
     made = planned()
     out, lse = made.run_return_lse(**tensors())
