@@ -6,7 +6,8 @@ sequence are NaN, as are plans, outputs and scratch before a run; entries of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -261,8 +262,8 @@ def test_a_fixed_grid_gives_the_same_bits(runners: list[Runner], chunk: int) -> 
     for runner in runners:
         p = make(runner.axes, LENGTHS)
         for tile in tiles(runner.axes):
-            free = runner.run(p, tile_q=tile)
-            fixed = runner.run(p, tile_q=tile, fixed_grid=1)
+            free = runner.run(p, tile_q=tile, kv_chunk=chunk)
+            fixed = runner.run(p, tile_q=tile, kv_chunk=chunk, fixed_grid=1)
             assert torch.equal(free[0][: p.qo[-1]], fixed[0][: p.qo[-1]])
         if chunk:
             assert check(runner, p, fixed_grid=1, kv_chunk=chunk)[0] <= SPLIT_LIMIT[runner.axes["dtype"]]
@@ -402,39 +403,74 @@ def test_flashinfers_prefill_wrapper_gives_the_same(bundle: Any, runners: list[R
         undo()
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_flashinfers_decode_wrapper_gives_the_same(bundle: Any, runners: list[Runner], graph: bool) -> None:
-    """Steps, and drafts where the variant is causal; with a graph, replayed after the plan of another step."""
+@contextmanager
+def wrapper_of(bundle: Any) -> Iterator[Callable[..., Any]]:
+    """FlashInfer's wrapper of steps, on the bundle; called with the buffers of a graph where there is one."""
     from kernseal.kernels.paged_prefill.torch_api import BatchDecodeWithPagedKVCacheWrapper
     from kernseal.loader import serving
 
     undo = serving.serve(bundle, 0)
     try:
-        for runner in runners:
-            axes, rows = runner.axes, 4 if runner.axes["causal"] else 1
-            scratch = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
-            kept = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (6, 1000, 5)] if graph else []
-            made = BatchDecodeWithPagedKVCacheWrapper(scratch, "NHD", graph, True, *kept)
-            captured, args = torch.cuda.CUDAGraph(), {}
-            for seed, keys in enumerate(([1, 8000, 17, 900, 32], [700, 3, 64, 2000, 5])):
-                p = make(axes, [(rows, n) for n in keys], seed=seed)
-                how = {"q_len_per_req": rows, "q_data_type": p.q.dtype}
-                made.plan(*table_of(p), 8, 2, axes["head_dim"], 16, **how)
-                given = {"q": p.q[: p.qo[-1]], "k": p.k, "v": p.v}
-                if not graph:
-                    out = made.run(given["q"], (p.k, p.v))
-                elif not args:
-                    args = {name: tensor.clone() for name, tensor in given.items()}
-                    made.run(args["q"], (args["k"], args["v"]))
-                    with torch.cuda.graph(captured):
-                        out = args["o"] = made.run(args["q"], (args["k"], args["v"]))
-                    captured.replay()
-                else:
-                    for name, tensor in given.items():
-                        args[name][: len(tensor)].copy_(tensor)
-                    captured.replay()
-                    out = args["o"]
-                torch.cuda.synchronize()
-                assert worst_row(p, out, oracle(p)[0]) <= SPLIT_LIMIT[axes["dtype"]]
+        scratch = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+        yield lambda *kept: BatchDecodeWithPagedKVCacheWrapper(scratch, "NHD", bool(kept), True, *kept)
     finally:
         undo()
+
+
+def plan_step(made: Any, p: Problem, rows: int) -> None:
+    how = {"q_len_per_req": rows, "q_data_type": p.q.dtype}
+    made.plan(*table_of(p), 8, 2, p.axes["head_dim"], 16, **how)
+
+
+def test_flashinfers_decode_wrapper_gives_the_same(bundle: Any, runners: list[Runner]) -> None:
+    """Steps, and drafts where the variant is causal."""
+    with wrapper_of(bundle) as wrapper:
+        for runner in runners:
+            rows, made = 4 if runner.axes["causal"] else 1, wrapper()
+            for seed, keys in enumerate(([1, 8000, 17, 900, 32], [700, 3, 64, 2000, 5])):
+                p = make(runner.axes, [(rows, n) for n in keys], seed=seed)
+                plan_step(made, p, rows)
+                out = made.run(p.q[: p.qo[-1]], (p.k, p.v))
+                torch.cuda.synchronize()
+                assert worst_row(p, out, oracle(p)[0]) <= SPLIT_LIMIT[runner.axes["dtype"]]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("full", [False, True], ids=["split", "full"])
+def test_a_captured_step_replays_other_plans(
+    bundle: Any, runners: list[Runner], rows: int, full: bool
+) -> None:
+    """Of one token and of drafts: what was captured after one plan is right after another. A split aims at two thread blocks
+    an SM over all KV heads, here two, so with more sequences than SMs there is none."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    batch = sms + 1 if full else 5
+    plans = ([300 + 37 * b % 900 for b in range(batch)], [1 + 53 * b % 300 for b in range(batch)])
+    if not full:
+        plans = ([1, 8000, 17, 900, 32], [700, 3, 64, 2000, 5])
+    mine = [r for r in runners if r.axes["causal"] == (rows > 1)]
+    if not mine:
+        pytest.skip("the bundle has no variant for as many rows")
+    with wrapper_of(bundle) as wrapper:
+        for runner in mine:
+            counts = (batch + 1, sum(div_up(n, 16) for n in plans[0]), batch)
+            made = wrapper(*(torch.zeros(n, dtype=torch.int32, device="cuda") for n in counts))
+            first, second = (
+                make(runner.axes, [(rows, n) for n in keys], seed=seed) for seed, keys in enumerate(plans)
+            )
+            plan_step(made, first, rows)
+            assert made._planned.fields["kv_chunk"] == (0 if full else -1)
+            q, k, v = first.q[: first.qo[-1]].clone(), first.k.clone(), first.v.clone()
+            made.run(q, (k, v))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = made.run(q, (k, v))
+            for p in (first, second, first):
+                plan_step(made, p, rows)
+                for held, other in ((q, p.q[: p.qo[-1]]), (k, p.k), (v, p.v)):
+                    held.fill_(float("nan"))[: len(other)].copy_(other)
+                out.fill_(float("nan"))
+                graph.replay()
+                torch.cuda.synchronize()
+                replayed = out.clone()
+                assert worst_row(p, replayed, oracle(p)[0]) <= SPLIT_LIMIT[runner.axes["dtype"]]
+                assert torch.equal(replayed, made.run(q, (k, v)))

@@ -193,8 +193,8 @@ def test_a_fixed_grid_gives_the_same_bits(runners: list[Runner], chunk: int) -> 
     for runner in runners:
         p = make(runner.axes, LENGTHS)
         for tile in tiles(runner.axes):
-            free = runner.run(p, tile_q=tile)
-            fixed = runner.run(p, tile_q=tile, fixed_grid=1)
+            free = runner.run(p, tile_q=tile, kv_chunk=chunk)
+            fixed = runner.run(p, tile_q=tile, kv_chunk=chunk, fixed_grid=1)
             assert torch.equal(free[0][: p.qo[-1]], fixed[0][: p.qo[-1]])
         if chunk:
             assert check(runner, p, fixed_grid=1, kv_chunk=chunk)[0] <= SPLIT_LIMIT[runner.axes["dtype"]]
