@@ -4,7 +4,7 @@
 #define OP "paged_prefill"
 #define LIMIT(name) KSEAL_PAGED_PREFILL_LIMIT_##name
 #define KEYS PAGE_INDPTR, KV_LENS
-#define MAGIC 0x316e616c70676170u /* "pagplan1" */
+#define MAGIC 0x326e616c70676170u /* "pagplan2" */
 #define KV_TOTAL total_pages
 #define V_DIM "head_dim"
 #define TILE_128_DIM LIMIT(TILE_128_HEAD_DIM)

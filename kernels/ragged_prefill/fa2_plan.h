@@ -55,6 +55,7 @@ enum {
 struct head {
     uint64_t magic;
     int64_t batch_size, total_q, KV_TOTAL, kv_chunk;
+    int64_t head_dim, v_dim; /* of the variant: what the workspace holds follows from them */
     int32_t num_q_heads, num_kv_heads;
     uint32_t fixed_grid, tile;
     uint32_t grid, rows;
@@ -421,6 +422,8 @@ static inline kseal_status plan(const struct problem *p, uint64_t *bytes) {
         .total_q = a->total_q,
         .KV_TOTAL = a->KV_TOTAL,
         .kv_chunk = a->kv_chunk,
+        .head_dim = p->head_dim,
+        .v_dim = p->v_dim,
         .num_q_heads = a->num_q_heads,
         .num_kv_heads = a->num_kv_heads,
         .fixed_grid = a->fixed_grid,
@@ -460,6 +463,8 @@ static inline kseal_status check_head(const struct problem *p, const struct head
     const args_t *a = p->args;
     if (head->magic != MAGIC)
         REFUSE(KSEAL_INVALID_ARGUMENT, "plan holds no plan; kseal_" OP "_plan writes one");
+    CHECK(check_match("head_dim", p->head_dim, head->head_dim));
+    CHECK(check_match(V_DIM, p->v_dim, head->v_dim));
     MATCH(batch_size);
     MATCH(total_q);
     MATCH_OWN(KV_TOTAL);
@@ -468,8 +473,6 @@ static inline kseal_status check_head(const struct problem *p, const struct head
     MATCH(kv_chunk);
     MATCH(fixed_grid);
     CHECK(check_match("page_size", p->page_size, head->page_size));
-    if (head->tile >= tiles_of(p))
-        REFUSE(KSEAL_INVALID_ARGUMENT, "plan is for a tile_q of %u; this variant has none", tile_rows[head->tile % TILES]);
     if (head->split && a->workspace_bytes < head->workspace_bytes)
         REFUSE(KSEAL_WORKSPACE_TOO_SMALL, "workspace_bytes is %llu; the plan needs %llu", (unsigned long long)a->workspace_bytes,
                (unsigned long long)head->workspace_bytes);

@@ -4,7 +4,7 @@
 #define OP "ragged_prefill"
 #define LIMIT(name) KSEAL_RAGGED_PREFILL_LIMIT_##name
 #define KEYS KV_INDPTR
-#define MAGIC 0x316e616c70676172u /* "ragplan1" */
+#define MAGIC 0x326e616c70676172u /* "ragplan2" */
 #define KV_TOTAL total_kv
 #define V_DIM "v_dim"
 #define TILE_128_DIM LIMIT(TILE_128_V_DIM)

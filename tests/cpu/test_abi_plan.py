@@ -44,7 +44,7 @@ def check(command: list[str], environment: dict[str, str]) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     planned, refused = done.stdout.splitlines()
-    assert planned == "ragplan1 1"
+    assert planned == "ragplan2 1"
     assert refused.startswith("workspace_too_small: ragged_prefill: plan_bytes is ")
 
 
@@ -96,7 +96,7 @@ def test_python_plans(folder: Path, gpu: FakeGpu) -> None:
         size = op.plan_size(**given, qo_indptr=ends, kv_indptr=ends)
         plan = torch.zeros(size, dtype=torch.uint8)
         used = op.plan(**given, qo_indptr=ends, kv_indptr=ends, plan=plan)
-        assert bytes(plan[:8].numpy()) == b"ragplan1" and 0 < used <= size
+        assert bytes(plan[:8].numpy()) == b"ragplan2" and 0 < used <= size
         with pytest.raises(WorkspaceTooSmall, match=f"this plan needs {used}"):
             op.plan(**given, qo_indptr=ends, kv_indptr=ends, plan=plan[: used - 1])
 

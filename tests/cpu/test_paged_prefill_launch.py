@@ -440,9 +440,10 @@ def test_memory_without_a_plan_is_refused(session: Session) -> None:
     assert words in refused(session, call(), nothing, "INVALID_ARGUMENT")
 
 
-def test_a_plan_for_a_tile_that_this_variant_lacks_is_refused(session: Session, wide: Session) -> None:
-    plan = session.plan(call(tile_q=128))
-    assert "plan is for a tile_q of 128" in refused(wide, call(WIDE), plan, "INVALID_ARGUMENT")
+def test_a_plan_for_a_variant_with_other_heads_is_refused(session: Session, wide: Session) -> None:
+    sizes: dict[str, Any] = {"kv_chunk": 128, "tile_q": 64, "workspace_bytes": 2**40}
+    words = "head_dim is 256; the plan was made for 128"
+    assert words in refused(wide, call(WIDE, **sizes), session.plan(call(**sizes)), "INVALID_ARGUMENT")
 
 
 @pytest.mark.parametrize("name", [*ALIGN, "lse"])

@@ -28,7 +28,8 @@ from cpu.fake_driver.ragged_prefill import (
 
 PLAIN = axes_of()
 WIDE = axes_of(head_dim=192, v_dim=192)
-ALL = (PLAIN, WIDE)
+NARROW_V = axes_of(head_dim=192, v_dim=128)
+ALL = (PLAIN, WIDE, NARROW_V)
 STRIDES = [f"{name}_{what}_stride" for name in "qkv" for what in ("row", "head")]
 PARAMS = struct.Struct("<7Q3IiIf2I6Ii")
 """The kernel's parameter up to the arrays of the plan."""
@@ -406,9 +407,21 @@ def test_memory_without_a_plan_is_refused(session: Session) -> None:
     )
 
 
-def test_a_plan_for_a_tile_that_this_variant_lacks_is_refused(session: Session, wide: Session) -> None:
-    plan = session.plan(call(tile_q=128))
-    assert "plan is for a tile_q of 128" in refused(wide, call(WIDE), plan, "INVALID_ARGUMENT")
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        (PLAIN, "head_dim is 192; the plan was made for 128"),
+        (NARROW_V, "v_dim is 192; the plan was made for 128"),
+    ],
+)
+def test_a_plan_for_a_variant_with_other_heads_is_refused(
+    library: Kernseal, wide: Session, axes: dict[str, Any], words: str
+) -> None:
+    sizes: dict[str, Any] = {"kv_chunk": 128, "tile_q": 64, "workspace_bytes": 2**40}
+    other = Session(library, axes)
+    plan = other.plan(call(axes, **sizes))
+    assert words in refused(wide, call(WIDE, **sizes), plan, "INVALID_ARGUMENT")
+    other.close()
 
 
 @pytest.mark.parametrize("name", [*ALIGN, "lse"])

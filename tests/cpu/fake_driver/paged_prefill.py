@@ -25,10 +25,11 @@ HOST = ("qo_indptr", "page_indptr", "kv_lens")
 TILE_PARAMS = [264]
 """Bytes of the one parameter of a tile's kernel."""
 
-HEAD = struct.Struct("<Q4q2i2I2I2I11Q3Q")
+HEAD = struct.Struct("<Q6q2i2I2I2I11Q3Q")
 HEAD_FIELDS = (
-    *("magic", "batch_size", "total_q", "total_pages", "kv_chunk", "num_q_heads", "num_kv_heads"),
-    *("fixed_grid", "tile", "grid", "rows", "split", "page_size", "q_indptr", "page_indptr", "kv_lens"),
+    *("magic", "batch_size", "total_q", "total_pages", "kv_chunk", "head_dim", "v_dim", "num_q_heads"),
+    *("num_kv_heads", "fixed_grid", "tile", "grid", "rows", "split", "page_size", "q_indptr"),
+    *("page_indptr", "kv_lens"),
     *SHARED,
 )
 """What a plan begins with; from ``q_indptr`` to ``valid``, where each array begins, or 0."""
