@@ -65,6 +65,17 @@ def check_dtype(name: str, tensor: Any, dtypes: Collection[Any]) -> None:
         raise InvalidArgument(f"{name}: {tensor.dtype}; supported: {', '.join(str(d) for d in dtypes)}")
 
 
+def check_strides(name: str, tensor: Any) -> None:
+    """Raises InvalidArgument unless the last dimension is dense and entries of any other lie apart: the C library takes a
+    stride of 0 for that of a dense tensor. What there is only one of may have any stride."""
+    *strides, element = tensor.stride()
+    shared = any(stride == 0 and count > 1 for stride, count in zip(strides, tensor.shape, strict=False))
+    if element != 1 or shared:
+        raise InvalidArgument(
+            f"{name}: strides {tensor.stride()}; the last must be 1 and none of the others 0"
+        )
+
+
 def dense(name: str, tensor: Any, dtypes: Collection[Any], count: int, device: int) -> int:
     """The address of ``count`` dense elements of one of ``dtypes``.
 

@@ -217,8 +217,12 @@ class _Expected:
         """Fill every stride field, or compare with what an argument or an operand before this one says."""
         shape, dense = view[3], dense_strides(view[3])
         strides = view[4] or dense
-        if shape[-1] != 1 and strides[-1] != 1:
-            raise InvalidArgument(f"{self.name}: strides {tuple(strides)}; the last dimension must be dense")
+        # A stride of 0 would say "dense"; what there is only one of may have any.
+        shared = 0 not in shape and any(n == 0 and size > 1 for n, size in zip(strides, shape, strict=True))
+        if (shape[-1] != 1 and strides[-1] != 1) or shared:
+            raise InvalidArgument(
+                f"{self.name}: strides {tuple(strides)}; the last must be 1 and none of the others 0"
+            )
         for field, size, have, usual in zip(self.strides, shape, strides, dense, strict=False):
             stride = usual if size == 1 else have
             known = values[field]

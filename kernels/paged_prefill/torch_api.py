@@ -36,7 +36,7 @@ from kernseal.kernels.ragged_prefill.planned import (
     uniform_tile,
 )
 from kernseal.loader import addresses, serving
-from kernseal.loader.addresses import check_dtype, memory, on_device
+from kernseal.loader.addresses import check_dtype, check_strides, memory, on_device
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.serving import use_bundle
 
@@ -661,13 +661,12 @@ def _pool(
         raise InvalidArgument(
             f"{name}: shape {tuple(pool.shape)}; the plan is for [num_pages, {shape}] in {layout}"
         )
-    *strides, element = rows_first.stride()
-    if element != 1:
-        raise InvalidArgument(f"{name}: strides {pool.stride()}; the last must be 1")
+    check_strides(name, pool)
     on_device(name, pool, device)
     # What there is only one of may have any stride: 0 stands for that of a dense tensor.
     page, row, head = (
-        stride if count > 1 else 0 for stride, count in zip(strides, rows_first.shape, strict=False)
+        stride if count > 1 else 0
+        for stride, count in zip(rows_first.stride()[:3], rows_first.shape[:3], strict=True)
     )
     return page, row, head
 

@@ -19,7 +19,16 @@ import torch
 
 from kernseal.kernels.qsa_attention.operands import page_capacity, query_major
 from kernseal.loader import addresses
-from kernseal.loader.addresses import check_dtype, dense, dtype_name, launch_on, memory, on_device
+from kernseal.loader.addresses import (
+    check_dtype,
+    check_strides,
+    dense,
+    dtype_name,
+    launch_on,
+    matrix,
+    memory,
+    on_device,
+)
 from kernseal.loader.errors import InvalidArgument, Unsupported, WorkspaceTooSmall
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, served_by, use_bundle
@@ -277,10 +286,7 @@ def _tables(start: int, columns: int, routes: int) -> dict[str, int]:
 def _rows(name: str, tensor: torch.Tensor, device: int) -> tuple[int, int]:
     """The address of an int32 matrix with dense rows, and their distance."""
     check_dtype(name, tensor, _I32)
-    row, element = tensor.stride()
-    if element != 1 and tensor.shape[1] > 1:
-        raise InvalidArgument(f"{name}: strides {tensor.stride()}; the last must be 1")
-    return on_device(name, tensor, device), row if tensor.shape[0] > 1 else tensor.shape[1]
+    return matrix(name, tensor, device)
 
 
 def _cache(
@@ -295,9 +301,8 @@ def _cache(
         )
     for name, tensor in (("k_cache", k), ("v_cache", v)):
         check_dtype(name, tensor, (q.dtype,))
-    page, head, token, element = k.stride()
-    if element != 1:
-        raise InvalidArgument(f"paged_kv_cache: strides {k.stride()}; the last must be 1")
+    check_strides("paged_kv_cache", k)
+    page, head, token, _ = k.stride()
     _, heads, size, dim = k.shape
     # What there is only one of may have any stride.
     head = head if heads > 1 else size * dim

@@ -10,7 +10,16 @@ from typing import Any
 
 import torch
 
-from kernseal.loader.addresses import check_dtype, dense, dtype_name, look, memory, on, on_device
+from kernseal.loader.addresses import (
+    check_dtype,
+    check_strides,
+    dense,
+    dtype_name,
+    look,
+    memory,
+    on,
+    on_device,
+)
 from kernseal.loader.errors import InvalidArgument, NotPrepared, Unsupported
 from kernseal.loader.op import Op, Settled
 from kernseal.loader.serving import device_name, served_by
@@ -369,7 +378,7 @@ def rows_of(
     """The distances of rows and heads. ``shape`` has the rows that are read; there may be more.
 
     Raises:
-        InvalidArgument: the tensor is elsewhere, or of another type or shape.
+        InvalidArgument: the tensor is elsewhere, or of another type or shape, or rows or heads share memory.
     """
     check_dtype(name, tensor, (dtype,))
     if tensor.ndim != 3:
@@ -378,9 +387,8 @@ def rows_of(
     rows, *head = rows_first.shape
     if head != list(shape[1:]) or rows < shape[0] or (exact and rows != shape[0]):
         raise InvalidArgument(f"{name}: shape {tuple(tensor.shape)}; the plan is for {shape} in {layout}")
-    row, step, element = rows_first.stride()
-    if element != 1:
-        raise InvalidArgument(f"{name}: strides {tensor.stride()}; the last must be 1")
+    check_strides(name, tensor)
+    row, step, _ = rows_first.stride()
     on_device(name, tensor, device)
     # What there is only one of may have any stride: 0 stands for that of a dense tensor.
     strides = {"row": row if rows > 1 else 0, "head": step if shape[1] > 1 else 0}

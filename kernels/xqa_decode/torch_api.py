@@ -21,6 +21,7 @@ from kernseal.loader import serving
 from kernseal.loader.addresses import (
     check_dtype,
     check_sm_count,
+    check_strides,
     dense,
     dtype_name,
     look,
@@ -330,14 +331,13 @@ def _pool(
     if pool.shape != shape:
         raise InvalidArgument(f"{name}: shape {tuple(pool.shape)}; expected {shape} ({layout})")
     check_dtype(name, pool, dtypes)
-    page, token, head, element = pool.stride()
+    check_strides(name, pool)
+    page, token, head, _ = pool.stride()
     if layout == "HND":
         token, head = head, token
     # What there is only one of may have any stride.
     page, token, head = (
         stride if count > 1 else width for stride, count in ((page, pages), (token, tokens), (head, heads))
     )
-    if element != 1 or 0 in (page, token, head):
-        raise InvalidArgument(f"{name}: strides {pool.stride()}; the last must be 1 and none of the others 0")
     on_device(name, pool, device)
     return page, token, head

@@ -20,6 +20,7 @@ from kernseal.loader import serving
 from kernseal.loader.addresses import (
     check_dtype,
     check_sm_count,
+    check_strides,
     dense,
     dtype_name,
     launch_on,
@@ -193,9 +194,8 @@ def _pool(
         expected = f"[pages, {page_size}, 1, {_HEAD_DIM}]"
         raise InvalidArgument(f"{name}: shape {tuple(pool.shape)}; expected {expected}, or without the 1")
     check_dtype(name, pool, (dtype,))
-    page, token, *_, element = pool.stride()
+    check_strides(name, pool)
+    page, token, *_ = pool.stride()
     # What there is only one of may have any stride.
     page = page if pages > 1 else page_size * _HEAD_DIM
-    if element != 1 or 0 in (page, token):
-        raise InvalidArgument(f"{name}: strides {pool.stride()}; the last must be 1 and none of the others 0")
     return on_device(name, pool, device), (page, token)

@@ -146,10 +146,11 @@ def _nothing() -> None:
 
 
 def _alike(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V with the same strides, all of whole rows."""
+    """K and V with the same strides, all of whole rows, and heads and tokens apart."""
     dim = key.shape[-1]
     rows = all(stride % dim == 0 for stride in key.stride()[:-1])
-    if key.stride() == value.stride() and key.stride(-1) == 1 and rows:
+    shared = any(key.stride(n) == 0 and key.shape[n] > 1 for n in (1, 2))
+    if key.stride() == value.stride() and key.stride(-1) == 1 and rows and not shared:
         return key, value
     return key.contiguous(), value.contiguous()
 

@@ -16,7 +16,7 @@ from kernseal.loader.library import declarations
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from cpu.test_loader_arguments import OnDevice  # noqa: E402
+from cpu.test_loader_arguments import OnCuda, OnDevice  # noqa: E402
 
 FOLDER = paths.kernels() / "paged_prefill"
 KERNEL = yaml.safe_load((FOLDER / "kernel.yaml").read_text())
@@ -133,6 +133,57 @@ def test_keys_and_values_of_different_strides_are_refused() -> None:
     apart = torch.zeros(PAGES, 2, SIZE, HKV, 64, dtype=torch.bfloat16)[:, 0]
     with pytest.raises(InvalidArgument, match="kv_page_stride: 2048, but v has 4096"):
         bind({**tensors(), "v": apart})
+
+
+SHARED = "the last must be 1 and none of the others 0"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("q", (1, HQ, 64)),
+        ("q", (ROWS, 1, 64)),
+        ("q", (ROWS, HQ, 1)),
+        ("k", (1, SIZE, HKV, 64)),
+        ("k", (PAGES, 1, HKV, 64)),
+        ("v", (PAGES, SIZE, 1, 64)),
+    ],
+)
+def test_entries_that_share_memory_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    made = tensors()
+    shared = torch.zeros(shape, dtype=torch.bfloat16).expand_as(made[name])
+    with pytest.raises(InvalidArgument, match=rf"{name}: strides \(.*\b0\b.*\); {SHARED}"):
+        bind({**made, name: shared})
+
+
+def on_cuda(**changes: Any) -> dict[str, Any]:
+    made = {name: tensor for name, tensor in tensors().items() if name not in ON_HOST}
+    return {name: tensor.as_subclass(OnCuda) for name, tensor in {**made, **changes}.items()}
+
+
+def test_entries_that_share_memory_are_refused_when_the_same_shape_was_seen_dense() -> None:
+    known = Binder(ARGS, SPEC, CONFIG)
+    shared = torch.zeros(1, HQ, 64, dtype=torch.bfloat16).expand(ROWS, HQ, 64)
+    for _ in range(3):
+        assert known.values({**on_cuda(), "stream": 0})["q_row_stride"] == HQ * 64
+        with pytest.raises(InvalidArgument, match=rf"q: strides \(0, 64, 1\); {SHARED}"):
+            known.values({**on_cuda(q=shared), "stream": 0})
+
+
+def test_what_there_is_one_of_may_have_a_stride_of_0() -> None:
+    both = torch.zeros(PAGES, 2, SIZE, 1, 64, dtype=torch.bfloat16)[:, 0]
+    strides = (both.stride(0), both.stride(1), 0, 1)
+    pool = both.as_strided(both.shape, strides)
+    known = Binder(ARGS, SPEC, CONFIG)
+    for _ in range(2):
+        found = known.values({**on_cuda(k=pool, v=pool), "stream": 0})
+        assert [found[f"kv_{what}_stride"] for what in ("page", "row", "head")] == [2 * SIZE * 64, 64, 64]
+
+
+def test_no_pages_have_any_strides() -> None:
+    nothing = torch.zeros(0, SIZE, 1, 64, dtype=torch.bfloat16).expand(0, SIZE, HKV, 64)
+    found = bind({**tensors(), "k": nothing, "v": nothing})
+    assert (found["num_pages"], found["kv_head_stride"]) == (0, 0)
 
 
 def test_every_variant_of_a_profile_exists_and_full_has_them_all() -> None:

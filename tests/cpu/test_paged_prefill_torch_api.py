@@ -375,6 +375,23 @@ def test_what_there_is_one_of_may_lie_anywhere(recorder: Recorder) -> None:
     assert recorder.launched[0]["kv_page_stride"] == 0
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("name", "shared"), [("q", 0), ("q", 1), ("k", 0), ("k", 1), ("v", 2)])
+def test_entries_that_share_memory_are_refused(
+    recorder: Recorder, layout: str, name: str, shared: int
+) -> None:
+    made = planned(kv_layout=layout)
+    inner = (SIZE, HKV) if layout == "NHD" else (HKV, SIZE)
+    given = {"q": query(), **{x: torch.zeros(PAGES, *inner, D, dtype=bf16) for x in "kv"}}
+    made.run(given["q"], (given["k"], given["v"]))
+    whole = given[name]
+    given[name] = whole.narrow(shared, 0, 1).expand_as(whole)
+    words = rf"{name}: strides \(.*\b0\b.*, 1\); the last must be 1 and none of the others 0"
+    with pytest.raises(InvalidArgument, match=words):
+        made.run(given["q"], (given["k"], given["v"]))
+    assert len(recorder.launched) == 1
+
+
 def test_scales_of_the_logits_are_folded(recorder: Recorder) -> None:
     made = planned(sm_scale=0.5)
     made.run(query(), pools(), q_scale=2.0, k_scale=3.0, v_scale=1.0)

@@ -85,6 +85,11 @@ def call(dtype: Any = bf16, group: int = 1, **changes: Any) -> dict[str, Any]:
     }
 
 
+def shared(*shape: int, dim: int, dtype: Any = bf16) -> Any:
+    """Zeros whose entries along ``dim`` are the same memory."""
+    return torch.zeros(shape, dtype=dtype).narrow(dim, 0, 1).expand(shape)
+
+
 def test_the_arguments_are_flashinfers_in_its_order() -> None:
     assert list(inspect.signature(sparse_attention).parameters) == [
         *("q", "paged_kv_cache", "block_table", "indexer_block_ids", "token_to_request", "query_positions"),
@@ -197,6 +202,11 @@ def test_a_layer_of_a_cache_keeps_its_strides(recorder: Recorder) -> None:
         ({"workspace_buffer": scratch(256)[:64].as_subclass(Elsewhere)}, InvalidArgument, "is on cuda:3"),
         ({"paged_kv_cache": (torch.zeros(1, 1, 64, 128),) * 2}, InvalidArgument, "paged_kv_cache: shapes"),
         ({"paged_kv_cache": (torch.zeros(1, 1, 64, 256),) * 2}, InvalidArgument, "k_cache: torch.float32"),
+        ({"paged_kv_cache": (shared(PAGES, HKV, SIZE, D, dim=0),) * 2}, InvalidArgument, "paged_kv_cache: strides .0,"),
+        ({"paged_kv_cache": (shared(PAGES, 2, SIZE, D, dim=1),) * 2}, InvalidArgument, "paged_kv_cache: strides .*, 0,"),
+        ({"paged_kv_cache": (shared(PAGES, HKV, SIZE, D, dim=2),) * 2}, InvalidArgument, "paged_kv_cache: strides .*, 0,"),
+        ({"block_table": shared(2, COLUMNS, dim=0, dtype=torch.int32)}, InvalidArgument, "block_table: strides .0,"),
+        ({"indexer_block_ids": shared(B, TOPK, dim=0, dtype=torch.int32)}, InvalidArgument, "block_ids: strides .0,"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(

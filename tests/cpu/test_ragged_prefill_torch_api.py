@@ -214,6 +214,20 @@ def test_heads_first_and_strided_tensors(gpu: FakeGpu) -> None:
     assert params(gpu)[0] == q.data_ptr()
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_entries_that_share_memory_are_refused(gpu: FakeGpu, layout: str, name: str, shared: int) -> None:
+    made, given = planned(wrapper(kv_layout=layout)), tensors()
+    if layout == "HND":
+        given |= {x: given[x].transpose(0, 1).contiguous() for x in "kv"}
+    given[name] = given[name].narrow(shared, 0, 1).expand_as(given[name])
+    words = rf"{name}: strides \(.*\b0\b.*, 1\); the last must be 1 and none of the others 0"
+    with pytest.raises(InvalidArgument, match=words):
+        made.run(**given)
+    assert gpu.log("launch") == []
+
+
 def test_asymmetric_heads_and_element_types_choose_the_variant(gpu: FakeGpu) -> None:
     made = planned(head_dim_qk=192, head_dim_vo=128)
     out = made.run(

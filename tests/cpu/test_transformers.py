@@ -185,6 +185,21 @@ def test_k_and_v_at_any_distances(layout: str, other: str) -> None:
     assert (args["k"] == k.data_ptr() and args["v"] == v.data_ptr()) == in_place
 
 
+@pytest.mark.parametrize("shared", [0, 1, 2])
+def test_k_and_v_that_are_expanded(shared: int) -> None:
+    """A stride of 0 would be taken for that of dense heads and tokens; between sequences the page table has it."""
+    torch.manual_seed(4)
+    query = torch.randn(3, 8, 1, 32)
+    key, value = (torch.randn(3, 2, 50, 32).narrow(shared, 0, 1).expand(3, 2, 50, 32) for _ in range(2))
+    attend = CachedAttention(Variants(bundle := ReferenceBundle(), "make"), page_size=16)
+    got = attend(query, key, value, None, scaling=0.3, layer=0)
+    want = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(got.transpose(1, 2), want, rtol=1e-5, atol=1e-5)
+    ((args, values),) = bundle.calls("xqa_decode")
+    assert (args["k"] == key.data_ptr()) == (shared == 0)
+    assert 0 not in (values["kv_head_stride"], values["kv_token_stride"])
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_the_library_takes_the_call(model: Any, gpu: FakeGpu, tmp_path: Path, cache: str | None) -> None:
     ids, bundle = prompt(3, 37), ReferenceBundle()

@@ -111,7 +111,7 @@ def test_k_and_v_of_different_strides_are_refused() -> None:
 
 def test_a_head_that_is_not_dense_is_refused() -> None:
     wide = torch.zeros(PAGES, SIZE, HKV, 2 * D, dtype=torch.bfloat16)[..., ::2]
-    with pytest.raises(InvalidArgument, match=r"k: strides .*; the last dimension must be dense"):
+    with pytest.raises(InvalidArgument, match=r"k: strides .*; the last must be 1"):
         values(k=wide)
 
 
