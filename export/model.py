@@ -183,8 +183,9 @@ class Model:
         missed: dict[frozenset[tuple[str, AxisValue]], KernsealError] = {}
         try:
             for point in self._points(op):
+                own = {axis: value for axis, value in point.items() if axis in op.data["axes"]}
                 for need in rules.variants(self.config, point):
-                    axes = {**op.data["defaults"], **need, **point}
+                    axes = {**op.data["defaults"], **need, **own}
                     _check(op, axes, rules.FIELDS)
                     layers = frozenset(item for item in need.items() if item[0] not in point)
                     try:
@@ -202,12 +203,8 @@ class Model:
         return [found[key] for key in sorted(found)]
 
     def _points(self, op: Op) -> Iterator[dict[str, AxisValue]]:
-        """What was chosen of the op's axes, one value an axis."""
-        choices = {
-            axis: [_value(op, axis, text) for text in texts]
-            for axis, texts in self.chosen.items()
-            if axis in op.data["axes"]
-        }
+        """What was chosen, one value an axis; of other ops' axes as it was written."""
+        choices = {axis: [_value(op, axis, text) for text in texts] for axis, texts in self.chosen.items()}
         for values in itertools.product(*choices.values()):
             yield dict(zip(choices, values, strict=True))
 
@@ -247,7 +244,8 @@ def written(value: AxisValue) -> str:
 
 def _value(op: Op, axis: str, text: str) -> AxisValue:
     """``text`` as a value of the axis; as it is where the op has no such value, which is an error only if it is used."""
-    return {written(value): value for value in op.values(axis)}.get(text, text)
+    values = op.values(axis) if axis in op.data["axes"] else ()
+    return {written(value): value for value in values}.get(text, text)
 
 
 def parse_chosen(texts: Sequence[str], ops: Sequence[Op]) -> dict[str, tuple[str, ...]]:

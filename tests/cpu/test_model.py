@@ -279,12 +279,25 @@ def test_an_axis_that_is_set_is_not_looked_for_in_the_config() -> None:
         (["dtype=f16", "causal=true,false"], ["f16_d128_causal", "f16_d128_full"]),
         (["head_dim=64", "causal=true"], ["bf16_d64_causal"]),
         (["head_dim=512"], []),
-        (["group_size=8", "page_size=32", "kv_dtype=e4m3"], ["bf16_d128_causal", "bf16_d128_full"]),
+        (["group_size=8", "page_size=32"], ["bf16_d128_causal", "bf16_d128_full"]),
+        (["kv_dtype=e4m3"], []),
+        (["kv_dtype=bf16,e4m3"], ["bf16_d128_causal", "bf16_d128_full"]),
+        (["kv_dtype=bf16", "dtype=bf16,f16", "causal=true"], ["bf16_d128_causal"]),
+        (["kv_dtype=f16", "dtype=f16", "causal=true"], ["f16_d128_causal"]),
     ],
 )
 def test_prefill_over_pages_is_for_layers_over_everything(settings: list[str], wanted: list[str]) -> None:
     found = needs(published("llama-3-8b"), *settings, ops=[PAGED_OP])
     assert found == [f"paged_prefill/{name}" for name in wanted]
+
+
+def test_without_a_cache_of_its_type_prefill_over_pages_gets_nothing() -> None:
+    chosen = parse_chosen(["kv_dtype=e4m3"], OPS)
+    (said,) = Model(published("llama-3-8b"), chosen).left_out([PAGED_OP, XQA_OP], SM120)
+    assert said.startswith("paged_prefill: no variant: ") and said.endswith("with a cache of q's type")
+    untyped = ModelConfig({**LLAMA, "torch_dtype": None})
+    assert needs(untyped, "kv_dtype=bf16", ops=[PAGED_OP]) == paged(128)
+    assert needs(untyped, "kv_dtype=f16", ops=[PAGED_OP]) == []
 
 
 def test_prefill_over_pages_has_no_sinks_and_any_group() -> None:
