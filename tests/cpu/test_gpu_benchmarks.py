@@ -257,6 +257,26 @@ def test_charts_are_documents_that_the_product_reads(
     assert json.loads(options.json.read_text())["driver"] == document.provenance.driver
 
 
+def test_reports_of_parts_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {**STAMP, "bundles": ["sm90"], "bundle_sm90": "ab", "complete": True, "copy_tb_per_s": 4.0}
+    halves = [part | {"rows": XQA_ROWS[:3], "complete": False, "claims": []}, part | {"rows": XQA_ROWS[3:]}]
+    names = []
+    for number, half in enumerate([*halves, halves[1] | {"commit": "another"}]):
+        names.append(str(tmp_path / f"{number}.json"))
+        Path(names[-1]).write_text(json.dumps(half))
+    whole, document = tmp_path / "whole.json", tmp_path / "charts.json"
+    command = ["bench", "--json", str(whole), "--document", str(document), "--from-json", *names[:2]]
+    monkeypatch.setattr("sys.argv", command)
+    assert xqa.main() == 0
+    report = json.loads(whole.read_text())
+    assert (report["rows"], report["complete"]) == (XQA_ROWS, False)
+    assert report["claims"] == xqa.claims(XQA_ROWS, "sm90")
+    assert len(read(document).charts) == len(xqa.charts(XQA_ROWS, "sm90", 4.0))
+    monkeypatch.setattr("sys.argv", [*command, names[2]])
+    with pytest.raises(SystemExit, match="commit is 0123456789abcdef and another"):
+        xqa.main()
+
+
 def test_a_chart_has_no_line_without_points_and_no_document_is_empty(tmp_path: Path) -> None:
     assert bench_options.lines("t", "m", "u", "x", {"a": []}) == []
     options = argparse.Namespace(json=None, document=tmp_path / "charts.json")

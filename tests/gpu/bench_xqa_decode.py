@@ -5,8 +5,8 @@ rules for splitting a sequence are timed, the library's own (``kv_splits`` 0) an
 FlashInfer does; of a cache in 16 bits ``paged_prefill`` too, planned beforehand as FlashInfer's FA2 is. All sides of a row
 alternate A B .. B A. Before each measurement other memory is read, so that nothing of the cache is in L2. Who is absent,
 raises or computes something else is left out of a row, and the report says why. The report is written after each row; the
-document of one that was stopped can be had with ``--from-json --document FILE``. ``--prepare`` compiles what FlashInfer
-would compile when called, and ends.
+document of one that was stopped can be had with ``--from-json``, and one report of several with other geometries.
+``--prepare`` compiles what FlashInfer would compile when called, and ends.
 """
 
 from __future__ import annotations
@@ -313,6 +313,25 @@ def sides(bundle: str) -> dict[str, tuple[str, ...]]:
     }
 
 
+def joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several about the same bundles: rows in turn, the rest as the first says it."""
+    first = reports[0]
+    for other in reports[1:]:
+        for field in (
+            "commit",
+            "dirty",
+            "device",
+            "bundles",
+            *(f"bundle_{name}" for name in first["bundles"]),
+        ):
+            if other[field] != first[field]:
+                raise SystemExit(f"refused: {field} is {first[field]} and {other[field]}")
+    rows = [row for report in reports for row in report["rows"]]
+    said = [s for name in first["bundles"] for s in claims(rows, name)]
+    complete = all(report["complete"] for report in reports)
+    return first | {"rows": rows, "claims": said, "complete": complete}
+
+
 def write_document(options: argparse.Namespace, report: dict[str, Any]) -> None:
     made = charts(report["rows"], report["bundles"][0], report["copy_tb_per_s"])
     write_charts(options, "XQA decode", report, made)
@@ -341,7 +360,9 @@ def main() -> int:
     asking = parser(__doc__)
     asking.add_argument("--geometries", nargs="+", type=geometry_of, help="such as bf16-d128-g8")
     asking.add_argument("--triton-decode", type=Path, help="SGLang's file; gpu/xqa_contenders.py says which")
-    asking.add_argument("--from-json", action="store_true", help="measure nothing: the document of --json")
+    asking.add_argument(
+        "--from-json", nargs="+", type=Path, metavar="FILE", help="measure nothing: one report of these"
+    )
     asking.add_argument("--prepare", action="store_true", help="only compile what FlashInfer would compile")
     options = asking.parse_args()
     geometries = options.geometries or (QUICK_GEOMETRIES if options.quick else GEOMETRIES)
@@ -349,7 +370,9 @@ def main() -> int:
         print(compile_others(geometries))
         return 0
     if options.from_json:
-        write_document(options, json.loads(options.json.read_text()))
+        report = joined([json.loads(path.read_text()) for path in options.from_json])
+        write_numbers(options, report)
+        write_document(options, report)
         return 0
     report = stamp(options.trial) | {"quick": options.quick}
     torch.cuda.set_device(0)
