@@ -17,10 +17,11 @@ from gpu.results_xqa import BUNDLES, of_bundle
 
 INTRODUCTION = """# Sparse attention, top-k, ragged and paged prefill, GDN decode: what was run, where, with what result
 
-Made by `python -m gpu.results_ops` from the reports of `tests/gpu/run_all.sh`; no number is typed by hand unless the notes say so.
-What says SM120 is the same source built for sm_90a. The attention of QSA and the paged MQA logits of SM100 need tcgen05,
-which Hopper lacks: they are compiled and inspected, their launches are compared byte for byte with those of CuTe's own host
-objects in the CPU tests, and they were not run. QSA's metadata kernels ran as the SM100 source built for sm_90a.
+Made by `python -m gpu.results_ops` from the reports of `tests/gpu/run_all.sh`; no number is typed by hand unless the
+notes say so. What says SM120 is the same source built for sm_90a. The attention of QSA and the paged MQA logits of
+SM100 need tcgen05, which Hopper lacks: they are compiled and inspected, their launches are compared byte for byte
+with those of CuTe's own host objects in the CPU tests, and they were not run. QSA's metadata kernels ran as the SM100
+source built for sm_90a.
 
 To repeat it on an H200 or H100: `tests/gpu/pack.sh OUT` on a machine with compilers, then
 `tests/gpu/run_all.sh tests sanitizer_cp sanitizer_gdn_decode sanitizer_ragged sanitizer_paged sanitizer_mqa sanitizer_topk
