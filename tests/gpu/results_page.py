@@ -166,7 +166,8 @@ def host(report: Mapping[str, Any]) -> str:
     rows = [
         [words, *(f"{report['host_overhead'][b][key]:.1f}" for b in BUNDLES)] for key, words in names.items()
     ]
-    return "\nHost microseconds of one call:\n\n" + table(["from", *BUNDLES.values()], rows)
+    text = "\nHost microseconds of one call (later ones: [runtimes.md](runtimes.md#what-a-call-costs-the-host)):\n\n"
+    return text + table(["from", *BUNDLES.values()], rows)
 
 
 def startup(report: Mapping[str, Any]) -> str:
