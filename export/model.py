@@ -209,17 +209,19 @@ class Model:
             yield dict(zip(choices, values, strict=True))
 
     def left_out(self, ops: Iterable[Op], target: Target) -> list[str]:
-        """For each op of which the model gets nothing, why."""
-        return [
-            f"{op.name}: no variant: {_why_none(op, target)}" for op in ops if not self.variants(op, target)
-        ]
+        """The ops of which the model gets nothing, a line for each reason."""
+        found: dict[str, list[str]] = {}
+        for op in ops:
+            if not self.variants(op, target):
+                found.setdefault(_why_none(op, target), []).append(op.name)
+        return [f"{', '.join(names)}: no variant: {why}" for why, names in found.items()]
 
 
 def _why_none(op: Op, target: Target) -> str:
     if not op.classes_for(target):
         return f"no class serves {target.name}"
     if "model" not in op.data:
-        return "its kernel.yaml names no model.py; use a profile"
+        return "a config does not say which; build a profile, or name them with --variant"
     return f"the model has no {load_recipe(str(op.folder / op.data['model'])).SERVES}"
 
 

@@ -352,14 +352,15 @@ def test_an_axis_or_value_that_nothing_has_lists_what_there_is(setting: str, wor
 def test_an_op_that_gets_nothing_says_why() -> None:
     folder = XQA_OP.folder
     silent = Op("silent", folder, {key: value for key, value in XQA_OP.data.items() if key != "model"})
+    quiet = Op("quiet", folder, silent.data)
     elsewhere = Op("elsewhere", folder, {**XQA_OP.data, "classes": {}})
-    said = Model(published("deepseek-v3")).left_out([GDN_OP, XQA_OP, silent, elsewhere], SM120)
+    said = Model(published("deepseek-v3")).left_out([GDN_OP, XQA_OP, silent, elsewhere, quiet], SM120)
     assert said == [
         "gdn_prefill: no variant: the model has no layers of gated delta rule (linear_attention with"
         " linear_num_value_heads)",
         "xqa_decode: no variant: the model has no layers of attention over K and V heads (latent attention, MLA, has"
         " none)",
-        "silent: no variant: its kernel.yaml names no model.py; use a profile",
+        "silent, quiet: no variant: a config does not say which; build a profile, or name them with --variant",
         "elsewhere: no variant: no class serves sm_120a",
     ]
 
