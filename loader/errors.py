@@ -91,4 +91,20 @@ class InvalidArgumentType(InvalidArgument, TypeError):  # type: ignore[misc, val
     """InvalidArgument for a value of another type, and for a field that is unknown or missing."""
 
 
+class JitRefused(Unsupported):  # type: ignore[misc, valid-type]
+    """Unsupported for FlashInfer's own code that would be compiled, where ``loader.flashinfer.install`` refuses that.
+
+    Attributes:
+        module: what FlashInfer was about to build.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        super().__init__(
+            f"flashinfer was about to compile {module}, and jit='refuse' keeps it from that; call what kernseal replaces "
+            "(docs/flashinfer.md), have FlashInfer's code compiled ahead of time (flashinfer-jit-cache), or install with "
+            "jit='allow'"
+        )
+
+
 BY_VALUE: dict[int, type[KernsealError]] = {e.value: e for e in KernsealError.__subclasses__()}

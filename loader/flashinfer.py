@@ -3,7 +3,10 @@
 ::
 
     with open_bundle("dist/sm_90a-linux-x86_64") as bundle, installed(bundle):
-        import engine                                   # from flashinfer import ..., none of it compiled at run time
+        import engine                                   # from flashinfer import ...: nothing is compiled at run time
+
+What kernseal replaces runs a kernel of the bundle. Any other function of FlashInfer is FlashInfer's: it runs where its code
+was compiled ahead of time, and raises JitRefused where it would have to be compiled now (``jit``).
 
 Every op names its functions and their places in ``REPLACES`` of its ``torch_api.py``; nothing here knows an op.
 """
@@ -23,14 +26,14 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from . import serving
+from . import flashinfer_jit, serving
 from .bundle import Bundle
 from .errors import InvalidArgument, Missing, Unsupported
+from .flashinfer_jit import JIT, PACKAGE
 from .statement import Statement
 
 Function = Callable[..., Any]
 
-PACKAGE = "flashinfer"
 MISSING = ("raise", "fall_through")
 COMPILERS = ("cutlass",)
 """CuTe DSL: modules of FlashInfer import it at their top, and a bundle needs none of it."""
@@ -47,11 +50,20 @@ def installed(
     device: int | None = None,
     at_least: str | None = None,
     missing: str = "raise",
+    jit: str | None = None,
     any_version: bool = False,
     **keywords: Any,
 ) -> Iterator[None]:
     """``install`` on entry, ``uninstall`` on exit. May be nested: the innermost counts."""
-    install(bundle, device=device, at_least=at_least, missing=missing, any_version=any_version, **keywords)
+    install(
+        bundle,
+        device=device,
+        at_least=at_least,
+        missing=missing,
+        jit=jit,
+        any_version=any_version,
+        **keywords,
+    )
     try:
         yield
     finally:
@@ -64,6 +76,7 @@ def install(
     device: int | None = None,
     at_least: str | None = None,
     missing: str = "raise",
+    jit: str | None = None,
     any_version: bool = False,
     **keywords: Any,
 ) -> None:
@@ -78,18 +91,24 @@ def install(
         device: the ordinal; None is torch's current device. Other devices: ``serving.use_bundle``.
         at_least: weakest evidence of a variant that may serve; see ``serving.use_bundle``.
         missing: what a call that the bundle has no kernel for does: ``raise`` Unsupported, or ``fall_through`` to
-            FlashInfer's own function, which may compile.
+            FlashInfer's own function.
+        jit: what FlashInfer's own code does that is not compiled yet, whoever calls it and in every thread: ``refuse``
+            raises JitRefused, which names it; ``allow`` lets it compile. None is ``refuse`` with ``missing="raise"``
+            and ``allow`` with ``missing="fall_through"``, whose functions mostly have to be compiled.
         any_version: accept another FlashInfer than the one that the bundle's kernels are from.
         keywords: arguments of kernseal's functions that FlashInfer's do not have, for every call of those that take
             them: ``kv_splits=-1``.
 
     Raises:
         Missing: FlashInfer is not installed, or lacks something else that it needs.
-        Unsupported: it is another version, or lacks a function that is to be replaced.
-        InvalidArgument: ``missing`` is something else, or no function takes a keyword.
+        Unsupported: it is another version, lacks a function that is to be replaced, or compiles where ``jit`` knows
+            nothing of.
+        InvalidArgument: ``missing`` or ``jit`` is something else, or no function takes a keyword.
     """
     if missing not in MISSING:
         raise InvalidArgument(f"missing is {missing!r}; it must be {' or '.join(MISSING)}")
+    if jit not in (*JIT, None):
+        raise InvalidArgument(f"jit is {jit!r}; it must be {' or '.join(JIT)}")
     found = _replacements()
     _check_keywords(found, keywords)
     _check_version(bundle.statement, any_version)
@@ -101,6 +120,7 @@ def install(
             for name in sorted(found, key=lambda name: name.count("."), reverse=True):
                 for attribute, function in found[name].items():
                     installation.replace(name, attribute, function)
+            installation.set_jit(jit or ("allow" if missing == "fall_through" else "refuse"))
         except BaseException:
             uninstall()
             raise
@@ -147,6 +167,9 @@ class _Installation:
             made.append(ours)
             rename(theirs, ours)
             self._undo.append(lambda: rename(ours, theirs))
+
+    def set_jit(self, jit: str) -> None:
+        self._undo.append(flashinfer_jit.enter(jit))
 
     def undo(self) -> None:
         while self._undo:

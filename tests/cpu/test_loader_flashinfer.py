@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +20,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from kernseal.export import source  # noqa: E402
-from kernseal.loader import flashinfer, serving  # noqa: E402
-from kernseal.loader.errors import InvalidArgument, Missing, NotPrepared, Unsupported  # noqa: E402
+from kernseal.loader import flashinfer, flashinfer_jit, serving  # noqa: E402
+from kernseal.loader.errors import InvalidArgument, JitRefused, Missing, NotPrepared, Unsupported  # noqa: E402
 from kernseal.loader.flashinfer import install, installed, uninstall  # noqa: E402
 
 DEVICE = 5
 NO_DSL = "raise ModuleNotFoundError(\"No module named 'cutlass'\", name='cutlass')\n"
 FILES = {
-    "__init__.py": "__version__ = '9.8.7'\nfrom .add import add as add\nfrom . import users\n",
+    "__init__.py": "__version__ = '9.8.7'\nfrom .add import add as add\nfrom . import jit, users\n",
     "add.py": "def add(a, b):\n    return f'theirs {a}+{b}'\n",
     "users.py": "from .add import add as plus\ndef use(a, b):\n    return plus(a, b)\n",
     "late.py": "from .add import add\n",
@@ -40,6 +43,33 @@ FILES = {
     "tasks/helpers/__init__.py": "",
     "tasks/helpers/dsl.py": f"{NO_DSL}nothing = 0\n",
     "tasks/metadata.py": "def mul(a, b):\n    pass\n",
+    "jit/__init__.py": "from . import core\n",
+    "jit/core.py": """
+class JitSpec:
+    def __init__(self, name, compiled=None):
+        self.name, self.compiled = name, compiled
+    def build_and_load(self):
+        if self.compiled is None:
+            self._timed_build()
+        return self.compiled
+    def _timed_build(self):
+        self.build()
+class JitSpecNvcc(JitSpec):
+    def build(self):
+        self.compiled = f"{self.name} compiled now"
+""",
+    "norm.py": """
+import subprocess
+from .jit.core import JitSpecNvcc
+def rmsnorm(compiled=None):
+    return JitSpecNvcc("norm", compiled).build_and_load()
+def build():
+    return JitSpecNvcc("norm").build()
+def start(*command):
+    return subprocess.run(command, check=True, capture_output=True).returncode
+def call(function):
+    return function()
+""",
 }
 
 
@@ -177,9 +207,141 @@ def test_bad_arguments_change_nothing() -> None:
     before = names()
     with pytest.raises(InvalidArgument, match="missing is 'ignore'; it must be raise or fall_through"):
         install(bundle(), device=DEVICE, missing="ignore")
+    with pytest.raises(InvalidArgument, match="jit is 'never'; it must be refuse or allow"):
+        install(bundle(), device=DEVICE, jit="never")
     with pytest.raises(InvalidArgument, match="digits, size: no function that is installed takes it"):
         install(bundle(), device=DEVICE, size=1, digits=2)
     assert names() == before
+
+
+COMPILED_NOW = "norm compiled now"
+
+
+def test_what_is_not_replaced_is_not_compiled_either() -> None:
+    """Only the functions that kernseal replaces were kept from compiling."""
+    norm = module("flashinfer.norm")
+    core = module("flashinfer.jit.core")
+    before = dict(vars(core.JitSpec)), dict(vars(core.JitSpecNvcc))
+    with installed(bundle(), device=DEVICE):
+        for build in (norm.rmsnorm, norm.build):
+            with pytest.raises(
+                JitRefused, match=r"about to compile norm, .* install with jit='allow'"
+            ) as caught:
+                build()
+            assert caught.value.module == "norm" and isinstance(caught.value, Unsupported)
+        assert norm.rmsnorm("compiled ahead of time") == "compiled ahead of time"
+    assert (dict(vars(core.JitSpec)), dict(vars(core.JitSpecNvcc))) == before
+    assert norm.rmsnorm() == COMPILED_NOW
+
+
+def test_every_thread_is_kept_from_compiling() -> None:
+    norm = module("flashinfer.norm")
+    with ThreadPoolExecutor(4) as threads:
+        with installed(bundle(), device=DEVICE):
+            for ended in [threads.submit(norm.rmsnorm) for _ in range(8)]:
+                assert isinstance(ended.exception(), JitRefused)
+        assert {ended.result() for ended in [threads.submit(norm.rmsnorm) for _ in range(8)]} == {
+            COMPILED_NOW
+        }
+
+
+@pytest.mark.parametrize(
+    ("missing", "jit", "compiles"),
+    [
+        ("raise", None, False),
+        ("raise", "allow", True),
+        ("fall_through", None, True),
+        ("fall_through", "refuse", False),
+    ],
+)
+def test_what_falls_through_may_compile_unless_it_is_refused(
+    missing: str, jit: str | None, compiles: bool
+) -> None:
+    norm = module("flashinfer.norm")
+    with installed(bundle(), device=DEVICE, missing=missing, jit=jit):
+        if compiles:
+            assert norm.rmsnorm() == COMPILED_NOW
+        else:
+            with pytest.raises(JitRefused):
+                norm.rmsnorm()
+
+
+def test_the_innermost_block_says_whether_to_compile() -> None:
+    norm = module("flashinfer.norm")
+    with installed(bundle(), device=DEVICE):
+        with installed(bundle(), device=DEVICE, jit="allow"):
+            assert norm.rmsnorm() == COMPILED_NOW
+            with installed(bundle(), device=DEVICE), pytest.raises(JitRefused):
+                norm.rmsnorm()
+            assert norm.rmsnorm() == COMPILED_NOW
+        with pytest.raises(JitRefused):
+            norm.rmsnorm()
+
+
+def test_no_compiler_is_started_for_flashinfer(tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    norm = module("flashinfer.norm")
+    with installed(bundle(), device=DEVICE):
+        with pytest.raises(JitRefused) as caught:
+            norm.start(nvcc, "-c", "kernel.cu")
+        assert caught.value.module == "flashinfer.norm (by nvcc)"
+        with pytest.raises(JitRefused):
+            norm.call(lambda: os.system(f"{nvcc} -c kernel.cu"))
+        assert norm.start(nvcc, "--version") == norm.start("true") == 0
+        assert subprocess.run([nvcc, "-c", "kernel.cu"], check=True).returncode == 0  # not FlashInfer's
+    assert norm.start(nvcc, "-c", "kernel.cu") == 0
+
+
+def test_no_compiler_in_the_process_works_for_flashinfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in_process.py").write_text(
+        "class Compiler:\n    def compile(self):\n        return 'code'\n"
+    )
+    places = (
+        ("X", "in_process", "Compiler", "compile"),
+        ("Y", "a_compiler_that_is_not_there", None, "compile"),
+    )
+    monkeypatch.setattr(flashinfer_jit, "IN_PROCESS", places)
+    norm, compiler = module("flashinfer.norm"), module("in_process").Compiler()
+    with installed(bundle(), device=DEVICE):
+        with pytest.raises(JitRefused, match=r"flashinfer\.norm \(by X\)"):
+            norm.call(compiler.compile)
+        assert compiler.compile() == "code"
+    assert norm.call(compiler.compile) == "code"
+    monkeypatch.delitem(sys.modules, "in_process")
+
+
+def test_a_flashinfer_that_builds_elsewhere_is_refused_unless_it_may_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = module("flashinfer.jit.core")
+    before = names()
+    monkeypatch.delattr(core.JitSpecNvcc, "build")
+    timed_build = core.JitSpec._timed_build
+    with pytest.raises(Unsupported, match=r"flashinfer\.jit\.core: .*build.*jit='allow' installs without"):
+        install(bundle(), device=DEVICE)
+    assert names() == before and core.JitSpec._timed_build is timed_build
+    with installed(bundle(), device=DEVICE, jit="allow"):
+        assert module("flashinfer").add is add
+
+
+def test_the_pinned_flashinfer_builds_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of build goes through one method, and CuTe DSL and NVRTC have those that are guarded."""
+    monkeypatch.undo()
+    with zipfile.ZipFile(source.fetch_wheel(source.upstream())) as wheel:
+        core = ast.parse(wheel.read("flashinfer/jit/core.py"))
+        texts = [wheel.read(name).decode() for name in wheel.namelist() if name.startswith("flashinfer/jit/")]
+    classes = {node.name: node for node in core.body if isinstance(node, ast.ClassDef)}
+    for _, name, method in flashinfer_jit.BUILDS:
+        assert method in [node.name for node in classes[name].body if isinstance(node, ast.FunctionDef)]
+    assert "self._timed_build()" in ast.unparse(classes["JitSpec"])
+    assert sum(text.count("def _timed_build(") for text in texts) == 1
+    for _, name, owner, attribute in flashinfer_jit.IN_PROCESS:
+        found = pytest.importorskip(name, reason=f"{name} is not installed")
+        assert callable(getattr(found if owner is None else getattr(found, owner), attribute))
 
 
 def test_another_version_is_refused_unless_allowed() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,20 +15,6 @@ import pytest
 
 SETTINGS = "KERNSEAL_FLASHINFER_SUITE"
 SECONDS = 5.0  # between two writings of the results
-COMPILERS = (
-    "nvcc",
-    "cicc",
-    "ptxas",
-    "fatbinary",
-    "ninja",
-    "cmake",
-    "c++",
-    "g++",
-    "gcc",
-    "cc",
-    "clang",
-    "tileiras",
-)
 
 # Where kernseal and the tests do not agree, and why. None of these is about a number that a kernel computes.
 OWN_WORDS = "asserts the words of FlashInfer's own error"
@@ -45,40 +30,22 @@ DIFFERS = {
 }
 
 
-class JitAttempted(Exception):
-    """FlashInfer was about to compile."""
-
-
 class Jit:
-    """Makes compiling impossible, and remembers who tried."""
+    """What FlashInfer would have compiled, also where its code went on without."""
 
     def __init__(self) -> None:
         self.attempts: list[str] = []
 
-    def forbid(self) -> None:
-        from flashinfer.jit import core, cpp_ext
+    def watch(self) -> None:
+        from kernseal.loader import flashinfer_jit
 
-        def refuse(spec: Any, *args: Any, **kwargs: Any) -> None:
-            self._refuse(getattr(spec, "name", "several modules"))
+        refuse = flashinfer_jit.refuse
 
-        for kind in (core.JitSpec, *core.JitSpec.__subclasses__()):
-            for name in ("build_and_load", "build", "load"):
-                setattr(kind, name, refuse)
-        for module in (core, cpp_ext, sys.modules["flashinfer.jit"]):
-            for name in ("build_jit_specs", "run_ninja"):
-                if hasattr(module, name):
-                    setattr(module, name, refuse)
-        sys.addaudithook(self._watch)
+        def refused(what: str) -> None:
+            self.attempts.append(what)
+            refuse(what)
 
-    def _watch(self, event: str, args: tuple[Any, ...]) -> None:
-        if event in ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system"):
-            program = os.fsdecode(args[0] or args[1][0]).split()[0]
-            if os.path.basename(program) in COMPILERS:
-                self._refuse(program)
-
-    def _refuse(self, what: str) -> None:
-        self.attempts.append(what)
-        raise JitAttempted(f"JIT was attempted: {what}")
+        flashinfer_jit.refuse = refused
 
 
 class Asked:
@@ -119,7 +86,7 @@ class Suite:
         from gpu import flashinfer_references
         from gpu.bundles import open_by_name
 
-        self.jit.forbid()
+        self.jit.watch()
         flashinfer_references.replace()
         self.asked.watch()
         collecting = self.settings["collect"]
@@ -238,7 +205,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _judge(name: str, report: Any, excinfo: pytest.ExceptionInfo[BaseException] | None) -> tuple[str, str]:
-    from kernseal.loader.errors import Unsupported
+    from kernseal.loader.errors import JitRefused, Unsupported
 
     if report.outcome == "passed":
         return "passed", ""
@@ -248,8 +215,8 @@ def _judge(name: str, report: Any, excinfo: pytest.ExceptionInfo[BaseException] 
     words = (str(error) or repr(error)).strip().splitlines()[0]
     if name in DIFFERS:
         return "not applicable", DIFFERS[name]
-    if isinstance(error, JitAttempted):
-        return "not applicable", f"its own helper compiles: {words.rpartition(' ')[2]}"
+    if isinstance(error, JitRefused):
+        return "not applicable", f"its own helper compiles: {error.module}"
     if isinstance(error, Unsupported):
         command = "kernseal build "
         lacking = words.rpartition(" ")[2] if command in words else None
