@@ -26,8 +26,9 @@ from kernseal.kernels.gdn_prefill.states import (
     same_order,
     workspace,
 )
+from kernseal.kernels.gdn_prefill_cp.torch_api import cutting_pays
 from kernseal.loader import serving
-from kernseal.loader.addresses import dtype_name, look, on
+from kernseal.loader.addresses import dtype_name, look, on, sm_count
 from kernseal.loader.errors import InvalidArgument, Unsupported
 from kernseal.loader.op import Op
 from kernseal.loader.serving import Served, known, served_by, use_bundle
@@ -78,6 +79,7 @@ def chunk_gated_delta_rule(
     output_state_indices: torch.Tensor | None = None,
     checkpoint_state_indices: torch.Tensor | None = None,
     prefix_lens: torch.Tensor | None = None,
+    cut_where_it_pays: bool = False,
 ) -> _Result:
     """Gated delta rule over packed sequences, on torch's current stream.
 
@@ -105,10 +107,14 @@ def chunk_gated_delta_rule(
             to write.
         output_state_indices: [N] rows to write (negative: nowhere).
         use_cp: True cuts sequences into chunks that run side by side (op ``gdn_prefill_cp``, SM90, SM120 and SM121), which
-            pays for few long ones; "auto" and False do not.
+            pays for few long ones; False does not, nor does "auto" without ``cut_where_it_pays``.
         _cp_chunk_len: tokens of a chunk, a multiple of 64; implies ``use_cp``. None is upstream's choice.
         max_seqlen: with ``use_cp`` at least the longest sequence; None is T. Else a hint that is not needed.
         cu_seqlens_cpu: a hint of upstream, not needed here.
+        cut_where_it_pays: let ``use_cp="auto"`` be True where that was measured to be faster, on SM90 alone
+            (``kernseal.kernels.gdn_prefill_cp.torch_api.cutting_pays``). The longest sequence is ``max_seqlen``, or without
+            one T / N, which it has at least. Not an argument of upstream. False gives a sequence the same bits whatever else
+            is in the batch.
 
     Returns:
         The output, or (output, final state) with ``output_final_state``.
@@ -120,9 +126,10 @@ def chunk_gated_delta_rule(
         NotPrepared: no bundle serves the device; see ``use_bundle``.
     """
     cut: dict[str, int] = {}
-    if use_cp is True or _cp_chunk_len is not None:
-        cut = {"max_seqlen": max_seqlen or 0, "chunk_len": _cp_chunk_len or 0}
     device = q.get_device()
+    pays = cut_where_it_pays and use_cp == "auto" and _pays(device, q, v, cu_seqlens, max_seqlen)
+    if use_cp is True or _cp_chunk_len is not None or pays:
+        cut = {"max_seqlen": max_seqlen or 0, "chunk_len": _cp_chunk_len or 0}
     tensors = (
         *(q, k, v, g, beta, initial_state, cu_seqlens, state_indices, output_state_indices),
         *(state_checkpoints, checkpoint_cu_starts, output, output_state),
@@ -223,6 +230,17 @@ def _refuse(**asked: tuple[bool, str]) -> None:
     for name, (given, instead) in asked.items():
         if given:
             raise Unsupported(f"{name}: not supported; {instead}")
+
+
+def _pays(
+    device: int, q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
+) -> bool:
+    """Whether cutting is faster, as measured on SM90."""
+    num_seqs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if num_seqs < 1 or served_by(device).sm != "sm_90a":
+        return False
+    longest = max_seqlen or -(-q.shape[0] // num_seqs)
+    return cutting_pays(num_seqs * max(q.shape[1], v.shape[1]), longest, sm_count(device))
 
 
 class _Wanted(NamedTuple):

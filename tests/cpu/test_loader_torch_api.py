@@ -242,6 +242,44 @@ def test_to_be_cut_or_not_is_not_mixed_up(launched: list[Any]) -> None:
     assert [op for op, _, _ in launched] == ["gdn_prefill", "gdn_prefill_cp"] * 3
 
 
+@pytest.mark.parametrize(
+    ("ends", "heads", "change", "op"),
+    [
+        ([0, 2048], 16, {}, "gdn_prefill"),
+        ([0, 2048], 16, {"cut_where_it_pays": True}, "gdn_prefill_cp"),
+        ([0, 2047], 16, {"cut_where_it_pays": True}, "gdn_prefill"),
+        ([0, 2048], 17, {"cut_where_it_pays": True}, "gdn_prefill"),
+        ([0, 4096], 17, {"cut_where_it_pays": True}, "gdn_prefill_cp"),
+        ([0, 2048], 16, {"cut_where_it_pays": True, "use_cp": False}, "gdn_prefill"),
+        ([0, 2000, 4096], 8, {"cut_where_it_pays": True}, "gdn_prefill_cp"),  # one has 2,048 at least
+        ([0, 1000, 3000], 8, {"cut_where_it_pays": True}, "gdn_prefill"),
+        ([0, 900, 3000], 8, {"cut_where_it_pays": True, "max_seqlen": 2100}, "gdn_prefill_cp"),
+        ([0], 8, {"cut_where_it_pays": True}, "gdn_prefill"),
+    ],
+)
+def test_auto_cuts_where_it_pays_if_that_is_asked_for(
+    launched: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    ends: list[int],
+    heads: int,
+    change: dict[str, Any],
+    op: str,
+) -> None:
+    bundle: Any = serving.served_by(-1).bundle
+    bundle.statement = SimpleNamespace(sm="sm_90a")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132)
+    )
+    q = torch.zeros(ends[-1], 2, 128, dtype=torch.bfloat16)
+    v = torch.zeros(ends[-1], heads, 128, dtype=torch.bfloat16)
+    for _ in range(2):
+        chunk_gated_delta_rule(q, q, v, cu_seqlens=torch.tensor(ends), **change)
+    assert [found for found, _, _ in launched] == [op] * 2
+    bundle.statement.sm = "sm_120a"  # where nothing was measured
+    chunk_gated_delta_rule(q, q, v, cu_seqlens=torch.tensor(ends), **change)
+    assert launched[-1][0] == "gdn_prefill"
+
+
 def test_a_word_that_use_cp_does_not_have_is_refused() -> None:
     q = torch.zeros(4, 2, 128, dtype=torch.bfloat16)
     with pytest.raises(InvalidArgument, match="use_cp: 'always'; must be 'auto', True or False"):
@@ -268,5 +306,5 @@ def test_the_arguments_are_flashinfers_in_its_order() -> None:
         *("use_qk_l2norm_in_kernel", "output", "output_state", "state_checkpoints", "checkpoint_cu_starts"),
         *("checkpoint_every_n_tokens", "use_cp", "state_indices", "_cp_chunk_len", "backend", "max_seqlen"),
         *("gate_domain", "use_gate_in_kernel", "A_log", "dt_bias", "beta_is_logit", "cu_seqlens_cpu"),
-        *("output_state_indices", "checkpoint_state_indices", "prefix_lens"),
+        *("output_state_indices", "checkpoint_state_indices", "prefix_lens", "cut_where_it_pays"),
     ]
