@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kernseal.export import output
+from kernseal.export.compressed import Sizes
 from kernseal.export.trust_options import trusting
 from kernseal.loader.policy import Policy
 
@@ -50,12 +52,12 @@ def wheel(
     Example:
       kernseal wheel dist/sm_120a-linux-x86_64 --out dist
     """
-    from kernseal.export import files
     from kernseal.export import wheel as packing
 
     made = packing.write(bundle, out, policy)
-    data = {"wheel": str(made), "sha256": files.sha256_file(made)}
-    output.show(data, as_json, lambda: click.echo(f"{output.folder(made)}  sha256 {data['sha256']}"))
+    data = {"wheel": str(made.path), "sha256": made.sha256, **asdict(made.sizes)}
+    told = f"{output.folder(made.path)}  sha256 {made.sha256}\n{_told(made.sizes)}"
+    output.show(data, as_json, lambda: click.echo(told))
 
 
 @click.command()
@@ -81,9 +83,10 @@ def push(
     from kernseal.export import registry
 
     transport = registry.Transport(plain_http, ca)
-    digest = registry.push(bundle, reference, policy, transport)
-    data = {"reference": reference, "digest": digest}
-    output.show(data, as_json, lambda: click.echo(f"{reference}  {digest}"))
+    pushed = registry.push(bundle, reference, policy, transport)
+    data = {"reference": reference, "digest": pushed.digest, **asdict(pushed.sizes)}
+    told = f"{reference}  {pushed.digest}\n{_told(pushed.sizes)}"
+    output.show(data, as_json, lambda: click.echo(told))
 
 
 @click.command()
@@ -114,14 +117,20 @@ def pull(
 
     wanted = output.targets(sm)[0].name if sm else None
     transport = registry.Transport(plain_http, ca)
-    found = registry.pull(reference, folder, policy, transport, wanted)
+    pulled = registry.pull(reference, folder, policy, transport, wanted)
+    found = pulled.bundle
     data = {
         "reference": reference,
         "bundle": str(folder),
         "target": found.target,
         "manifest_sha256": found.manifest_sha256,
         "trusted_by": list(found.trusted_by),
-        "files": len(found.files),
+        **asdict(pulled.sizes),
     }
-    by = ", ".join(found.trusted_by)
-    output.show(data, as_json, lambda: click.echo(f"{folder}: {found.target}, vouched for by {by}"))
+    told = f"{folder}: {found.target}, vouched for by {', '.join(found.trusted_by)}\n{_told(pulled.sizes)}"
+    output.show(data, as_json, lambda: click.echo(told))
+
+
+def _told(sizes: Sizes) -> str:
+    """How large a bundle is, and how little of it travels."""
+    return f"  {sizes.files} files of {output.size(sizes.bytes)} bytes, {output.size(sizes.compressed)} compressed"

@@ -1,4 +1,4 @@
-"""``push`` and ``pull``: a bundle in an OCI registry, one layer a file. The registry is believed in nothing.
+"""``push`` and ``pull``: a bundle in an OCI registry, one gzip layer a file. The registry is believed in nothing.
 
 What comes back lies in a folder of its own until the policy has accepted it; only then does it get its name.
 """
@@ -9,16 +9,17 @@ import contextlib
 import hashlib
 import re
 import tempfile
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import requests
 from oras.container import Container
 from oras.provider import Registry
 
-from kernseal.export import files, whole
+from kernseal.export import compressed, files, whole
+from kernseal.export.compressed import Sizes
 from kernseal.loader import canonical
 from kernseal.loader.errors import InvalidArgument, IoError, KernsealError, Missing
 from kernseal.loader.policy import Policy
@@ -31,12 +32,19 @@ from kernseal.loader.violations import Malformed, Mismatch, failed, raise_first
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 BUNDLE_TYPE = "application/vnd.kernseal.bundle.v1"
 FILE_TYPE = "application/vnd.kernseal.bundle.file.v1"
+"""A file as it is: what a push sent before it compressed."""
+PACKED_TYPE = f"{FILE_TYPE}+gzip"
 EMPTY_TYPE, EMPTY = "application/vnd.oci.empty.v1+json", b"{}"
 TITLE = "org.opencontainers.image.title"
+SIZE = "vnd.kernseal.bundle.file.size"
+"""Annotation of a packed layer: the bytes of the file in it."""
+MAX_BUNDLE_BYTES = 4 << 30
+"""Of all files together: a little gzip can announce a lot."""
 MAX_MANIFEST_BYTES = 4 << 20
 TIMEOUT_SECONDS = 60
 _CHUNK = 1 << 20
 
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _HOST = r"(?:localhost|[a-z0-9-]+(?:\.[a-z0-9-]+)+)(?::[0-9]{1,5})?"
 _PATH = r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*"
@@ -62,18 +70,39 @@ class Transport:
 
 @dataclass(frozen=True)
 class Layer:
-    """One file as the registry's manifest has it."""
+    """One file as the registry's manifest has it.
+
+    Attributes:
+        sha256, size: of what travels.
+        bytes: of the file.
+        packed: what travels is the file as gzip.
+    """
 
     name: str
     sha256: str
     size: int
+    bytes: int
+    packed: bool
 
 
-def push(bundle: Path, reference: str, policy: Policy, transport: Transport) -> str:
+@dataclass(frozen=True)
+class Pushed:
+    """``digest`` is that of the registry's manifest, ``sha256:...``: with it, the reference can be pulled for ever."""
+
+    digest: str
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A bundle that came, as it was verified."""
+
+    bundle: VerifiedBundle
+    sizes: Sizes
+
+
+def push(bundle: Path, reference: str, policy: Policy, transport: Transport) -> Pushed:
     """Upload a bundle that ``policy`` accepts.
-
-    Returns:
-        the digest of the registry's manifest, ``sha256:...``: with it, the reference can be pulled for ever.
 
     Raises:
         VerificationFailed: the policy does not accept the bundle; nothing was sent.
@@ -88,18 +117,28 @@ def push(bundle: Path, reference: str, policy: Policy, transport: Transport) -> 
     remote = _Remote(reference, transport)
     with tempfile.TemporaryDirectory(prefix="kernseal-push-") as folder, remote.errors():
         blob = Path(folder) / "blob"
-        for data in (EMPTY, *found.files.values()):
+        packed = {name: compressed.pack(data) for name, data in found.files.items()}
+        for data in (EMPTY, *packed.values()):
             blob.write_bytes(data)
             remote.upload(blob, data)
-        manifest = registry_manifest(found.files)
+        manifest = registry_manifest(packed, {name: len(data) for name, data in found.files.items()})
         remote.upload_manifest(manifest)
-    return f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+    return Pushed(f"sha256:{hashlib.sha256(manifest).hexdigest()}", _sizes(read_manifest(manifest)))
 
 
-def registry_manifest(contents: Mapping[str, bytes]) -> bytes:
-    """The OCI manifest of a bundle: its files in order of path."""
+def registry_manifest(packed: Mapping[str, bytes], sizes: Mapping[str, int]) -> bytes:
+    """The OCI manifest of a bundle: its files in order of path.
+
+    Args:
+        packed: what travels of each.
+        sizes: its bytes when unpacked.
+    """
     layers = [
-        {**_descriptor(FILE_TYPE, contents[name]), "annotations": {TITLE: name}} for name in sorted(contents)
+        {
+            **_descriptor(PACKED_TYPE, packed[name]),
+            "annotations": {SIZE: str(sizes[name]), TITLE: name},
+        }
+        for name in sorted(packed)
     ]
     return canonical.dumps(
         {
@@ -116,9 +155,7 @@ def _descriptor(kind: str, data: bytes) -> dict[str, Any]:
     return {"mediaType": kind, "digest": f"sha256:{hashlib.sha256(data).hexdigest()}", "size": len(data)}
 
 
-def pull(
-    reference: str, target: Path, policy: Policy, transport: Transport, sm: str | None = None
-) -> VerifiedBundle:
+def pull(reference: str, target: Path, policy: Policy, transport: Transport, sm: str | None = None) -> Pulled:
     """Download a bundle; ``target`` appears when the policy has accepted it, and not before.
 
     Args:
@@ -136,10 +173,15 @@ def pull(
     remote = _Remote(reference, transport)
     with files.staged_folder(target) as stage:
         with remote.errors():
-            for layer in read_manifest(remote.manifest()):
+            layers = read_manifest(remote.manifest())
+            for layer in layers:
                 _fetch(remote, layer, stage)
         verify_bundle(stage, policy=policy, sm=sm)
-    return verify_bundle(target, policy=policy, sm=sm)
+    return Pulled(verify_bundle(target, policy=policy, sm=sm), _sizes(layers))
+
+
+def _sizes(layers: Sequence[Layer]) -> Sizes:
+    return Sizes(len(layers), sum(layer.bytes for layer in layers), sum(layer.size for layer in layers))
 
 
 def read_manifest(data: bytes) -> list[Layer]:
@@ -159,6 +201,8 @@ def read_manifest(data: bytes) -> list[Layer]:
         fields["layers"].refuse("each file once")
     if len(layers) > MAX_ENTRIES:
         fields["layers"].refuse(f"at most {MAX_ENTRIES} files")
+    if sum(layer.bytes for layer in layers) > MAX_BUNDLE_BYTES:
+        fields["layers"].refuse(f"files of at most {MAX_BUNDLE_BYTES} bytes together")
     if not names.issuperset(RESERVED):
         fields["layers"].refuse(f"{' and '.join(RESERVED)} among the files")
     if any(name[:end] in names for name in names for end, mark in enumerate(name) if mark == "/"):
@@ -169,21 +213,46 @@ def read_manifest(data: bytes) -> list[Layer]:
 
 def _layer(item: Cursor) -> Layer:
     fields = item.fields("mediaType", "digest", "size", "annotations")
-    fields["mediaType"].constant(FILE_TYPE)
-    title = fields["annotations"].fields(TITLE)[TITLE]
+    packed = fields["mediaType"].one_of((FILE_TYPE, PACKED_TYPE)) == PACKED_TYPE
+    annotations = fields["annotations"].fields(TITLE, *([SIZE] if packed else []))
+    size = fields["size"].integer(0, MAX_FILE_BYTES)
     return Layer(
-        title.text(NAME, NAME_RULE),
+        annotations[TITLE].text(NAME, NAME_RULE),
         fields["digest"].text(_DIGEST, "sha256: and 64 lower-case hex digits").removeprefix("sha256:"),
-        fields["size"].integer(0, MAX_FILE_BYTES),
+        size,
+        _announced(annotations[SIZE]) if packed else size,
+        packed,
     )
 
 
+def _announced(size: Cursor) -> int:
+    """Values of annotations are text."""
+    rule = f"the digits of an integer from 0 to {MAX_FILE_BYTES}"
+    number = int(size.text(_NUMBER, rule) or 0)
+    if number > MAX_FILE_BYTES:
+        size.refuse(rule)
+    return number
+
+
 def _fetch(remote: _Remote, layer: Layer, stage: Path) -> None:
-    """One file into the stage, no longer than it says and with the digest it says."""
+    """One file into the stage. What travels is hashed before any of it is unpacked."""
     path = stage / layer.name
     path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as handle:
+        if layer.packed:
+            with tempfile.TemporaryFile(dir=stage) as blob:
+                _download(remote, layer, blob)
+                blob.seek(0)
+                handle.writelines(compressed.unpack(blob, layer.bytes, layer.name))
+        else:
+            _download(remote, layer, handle)
+    path.chmod(whole.mode(layer.name))
+
+
+def _download(remote: _Remote, layer: Layer, handle: BinaryIO) -> None:
+    """A layer's blob, no longer than it says and with the digest it says."""
     digest, size = hashlib.sha256(), 0
-    with path.open("xb") as handle, contextlib.closing(remote.blob(layer.sha256)) as chunks:
+    with contextlib.closing(remote.blob(layer.sha256)) as chunks:
         for chunk in chunks:
             size += len(chunk)
             if size > layer.size:
@@ -194,7 +263,6 @@ def _fetch(remote: _Remote, layer: Layer, stage: Path) -> None:
         raise failed(
             Mismatch(layer.name, f"sha256 {digest.hexdigest()}", f"sha256 {layer.sha256} of its layer")
         )
-    path.chmod(whole.mode(layer.name))
 
 
 class _Client(Registry):  # type: ignore[misc,unused-ignore]
@@ -273,7 +341,7 @@ class _Remote:
 
     def upload(self, blob: Path, data: bytes) -> None:
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        layer = {"digest": digest, "size": len(data), "mediaType": FILE_TYPE}
+        layer = {"digest": digest, "size": len(data), "mediaType": PACKED_TYPE}
         self._check(self.client.upload_blob(str(blob), self.container, layer))
 
     def upload_manifest(self, manifest: bytes) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from kernseal.export import limits, occupancy, report_changes
+from kernseal.export import compressed, limits, occupancy, report_changes
 from kernseal.export.occupancy import Occupancy
 from kernseal.export.report_changes import Changes, Locks
 from kernseal.loader import envelope
@@ -29,7 +28,6 @@ FOLDERS = {"cubin": "cubin", "ptx": "PTX", "licenses": "licences"}
 ENDINGS = {".so": "library", ".h": CODE, ".hpp": CODE, ".rs": CODE}
 OTHER = "manifest, SBOM, packaging"
 KINDS = tuple(dict.fromkeys((*FOLDERS.values(), *ENDINGS.values(), OTHER)))
-ZLIB_LEVEL = 6
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Size:
-    """Files of one kind; ``compressed`` is by zlib, each file on its own."""
+    """Files of one kind; ``compressed`` is what a push sends of them."""
 
     kind: str
     files: int
@@ -170,7 +168,7 @@ def _contents(
             data = b""
         else:
             total = sums.setdefault(kind(name), [0, 0, 0])
-            for index, more in enumerate((1, len(data), len(zlib.compress(data, ZLIB_LEVEL)))):
+            for index, more in enumerate((1, len(data), len(compressed.pack(data)))):
                 total[index] += more
         for kernel in recorded.get(name, ()):
             found[kernel.op, kernel.variant] = _variant(statement, kernel, data)

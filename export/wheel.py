@@ -1,18 +1,23 @@
-"""A verified bundle as a wheel: data only, nothing in it is ever imported or run. The same bundle gives the same bytes."""
+"""A verified bundle as a wheel: data only, nothing in it is ever imported or run.
+
+The same bundle gives the same files and the same RECORD of their hashes; with the same zlib, the same wheel.
+"""
 
 from __future__ import annotations
 
 import stat
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import ZIP_STORED, ZipInfo
+from zipfile import ZIP_DEFLATED, ZipInfo
 
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from wheel.wheelfile import WheelFile
 
 from kernseal.export import files, whole
+from kernseal.export.compressed import Sizes
 from kernseal.loader.errors import Unsupported
 from kernseal.loader.installed import FOLDER, GROUP
 from kernseal.loader.policy import Policy
@@ -23,14 +28,20 @@ PLATFORMS = {"linux-x86_64": "manylinux_2_17_x86_64", "linux-aarch64": "manylinu
 EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
-def write(bundle: Path, out: Path, policy: Policy) -> Path:
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel that was written; ``sizes.compressed`` is its own."""
+
+    path: Path
+    sha256: str
+    sizes: Sizes
+
+
+def write(bundle: Path, out: Path, policy: Policy) -> Wheel:
     """Pack a bundle that ``policy`` accepts.
 
     Args:
-        out: folder for the wheel.
-
-    Returns:
-        its path; a wheel of that name is replaced.
+        out: folder for the wheel; one of the same name in it is replaced.
 
     Raises:
         VerificationFailed: the policy does not accept the bundle.
@@ -42,8 +53,10 @@ def write(bundle: Path, out: Path, policy: Policy) -> Path:
     with tempfile.TemporaryDirectory(prefix="kernseal-wheel-") as folder:
         path = Path(folder) / name
         _pack(path, statement, found.files)
-        files.write_atomic(out / name, path.read_bytes())
-    return out / name
+        data = path.read_bytes()
+    files.write_atomic(out / name, data)
+    sizes = Sizes(len(found.files), sum(map(len, found.files.values())), len(data))
+    return Wheel(out / name, files.sha256_bytes(data), sizes)
 
 
 def project(statement: Statement) -> str:
@@ -72,7 +85,7 @@ def file_name(statement: Statement) -> str:
 
 
 def _pack(path: Path, statement: Statement, contents: dict[str, bytes]) -> None:
-    with _Reproducible(path, "w", ZIP_STORED) as archive:
+    with _Reproducible(path, "w", ZIP_DEFLATED) as archive:
         for name in sorted(contents):
             archive.add(f"{package(statement)}/{FOLDER}/{name}", contents[name], whole.mode(name))
         licences = sorted(name for name in contents if name.startswith("licenses/"))
@@ -108,12 +121,13 @@ def _wheel(statement: Statement) -> str:
 
 
 class _Reproducible(WheelFile):  # type: ignore[misc,unused-ignore]
-    """One time for every entry, and nothing compressed: no two versions of zlib need agree."""
+    """One time for every entry. How each is compressed is zlib's, and nothing that RECORD hashes."""
 
     def add(self, name: str, data: bytes, mode: int = 0o644) -> None:
         info = ZipInfo(name, EPOCH)
         info.external_attr = (mode | stat.S_IFREG) << 16
         info.create_system = 3
+        info.compress_type = self.compression
         self.writestr(info, data)
 
     def writestr(self, name: Any, data: Any, compress_type: int | None = None) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import gzip
 import hashlib
 import http.server
+import io
 import json
+import random
 import shutil
 import socket
 import subprocess
@@ -22,7 +24,7 @@ from builds import ROOT
 from click.testing import CliRunner
 from cpu.certificates import self_signed
 
-from kernseal.export import registry
+from kernseal.export import compressed, registry
 from kernseal.export.cli import main
 from kernseal.export.registry import Transport
 from kernseal.loader.errors import InvalidArgument, IoError, Missing, UntrustedKey
@@ -103,11 +105,11 @@ def test_a_pulled_bundle_is_the_pushed_one_byte_for_byte(
     bundle: made.Made, tmp_path: Path, host: str
 ) -> None:
     policy = policy_of(bundle)
-    digest = registry.push(bundle.path, f"{host}/kernels/sm_90a:1.2.3", policy, PLAIN)
+    digest = registry.push(bundle.path, f"{host}/kernels/sm_90a:1.2.3", policy, PLAIN).digest
     for number, reference in enumerate(("kernels/sm_90a:1.2.3", f"kernels/sm_90a@{digest}")):
         target = tmp_path / f"pulled{number}"
         result = registry.pull(f"{host}/{reference}", target, policy, PLAIN, sm="sm_90a")
-        assert result.files == verify_bundle(bundle.path, policy=policy).files
+        assert result.bundle.files == verify_bundle(bundle.path, policy=policy).files
         there = {p.relative_to(target).as_posix(): p.read_bytes() for p in target.rglob("*") if p.is_file()}
         assert there == bundle.pristine
     assert (tmp_path / "pulled0/libkernseal.so").stat().st_mode & 0o777 == 0o755
@@ -116,7 +118,8 @@ def test_a_pulled_bundle_is_the_pushed_one_byte_for_byte(
 def test_pushing_the_same_bundle_again_gives_the_same_digest(bundle: made.Made, host: str) -> None:
     policy = policy_of(bundle)
     digests = {
-        registry.push(bundle.path, f"{host}/again:{tag}", policy, PLAIN) for tag in ("one", "two", "one")
+        registry.push(bundle.path, f"{host}/again:{tag}", policy, PLAIN).digest
+        for tag in ("one", "two", "one")
     }
     assert len(digests) == 1
 
@@ -145,7 +148,7 @@ def test_a_registry_whose_stored_layers_were_altered_is_refused(
     bundle = made.make(tmp_path / "salted", salt="stored")  # blobs that no other test has pushed
     policy = policy_of(bundle)
     registry.push(bundle.path, f"{host}/altered:1", policy, PLAIN)
-    library = hashlib.sha256(bundle.contents["libkernseal.so"]).hexdigest()
+    library = hashlib.sha256(compressed.pack(bundle.contents["libkernseal.so"])).hexdigest()
     (blob,) = storage.rglob(f"{library}/data")
     data = blob.read_bytes()
     blob.write_bytes(bytes([data[0] ^ 1]) + data[1:])
@@ -179,12 +182,21 @@ def test_the_commands_push_and_pull_and_say_what_vouched(
     trust = ["--pins", str(lock), "--plain-http", "--json"]
     pushed = CliRunner().invoke(main, ["push", str(bundle.path), f"{host}/cli:1", *trust])
     assert pushed.exit_code == 0, pushed.output
-    digest = json.loads(pushed.output)["digest"]
+    sent = json.loads(pushed.output)
+    digest = sent["digest"]
     arguments = ["pull", f"{host}/cli@{digest}", str(tmp_path / "out"), "--sm", "90", *trust]
     pulled = CliRunner().invoke(main, arguments)
     assert pulled.exit_code == 0, pulled.output
     report = json.loads(pulled.output)
     assert (report["target"], report["trusted_by"]) == ("sm_90a", ["pins:sm_90a.lock.json"])
+    small = sum(len(compressed.pack(data)) for data in bundle.pristine.values())
+    large = sum(map(len, bundle.pristine.values()))
+    for each in (sent, report):
+        found = (each["files"], each["bytes"], each["compressed"])
+        assert found == (len(bundle.pristine), large, small)
+    arguments[2] = str(tmp_path / "again")
+    told = CliRunner().invoke(main, arguments[:-1]).output
+    assert f"{len(bundle.pristine)} files of {large:,} bytes, {small:,} compressed" in told
 
 
 # --- the transport -----------------------------------------------------------------------------------------------------
@@ -240,12 +252,26 @@ def test_a_push_to_a_digest_is_refused(bundle: made.Made) -> None:
 # --- registries that lie -----------------------------------------------------------------------------------------------
 
 
-class Liar:
-    """A registry that serves whatever it was given: one manifest, and blobs by the digest that is asked for."""
+def digest_of(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
-    def __init__(self, contents: dict[str, bytes]) -> None:
-        self.manifest: Any = json.loads(registry.registry_manifest(contents))
-        self.blobs = {f"sha256:{hashlib.sha256(data).hexdigest()}": data for data in contents.values()}
+
+class Liar:
+    """A registry that serves whatever it was given: one manifest, and blobs by the digest that is asked for.
+
+    Args:
+        packed: as a push sends it, or as one did before it compressed.
+    """
+
+    def __init__(self, contents: dict[str, bytes], packed: bool = True) -> None:
+        sent = {name: compressed.pack(data) if packed else data for name, data in contents.items()}
+        sizes = {name: len(data) for name, data in contents.items()}
+        self.manifest: Any = json.loads(registry.registry_manifest(sent, sizes))
+        if not packed:
+            for layer in self.manifest["layers"]:
+                layer["mediaType"] = "application/vnd.kernseal.bundle.file.v1"
+                del layer["annotations"][registry.SIZE]
+        self.blobs = {digest_of(data): data for data in sent.values()}
         self.raw: bytes | None = None
         self.headers: dict[str, str] = {}
 
@@ -327,12 +353,35 @@ def gzipped(liar: Liar) -> None:
     liar.blobs = {digest: gzip.compress(data) for digest, data in liar.blobs.items()}
 
 
+def serves(data: bytes, announced: int | str) -> Callable[[Liar], None]:
+    """As one layer, hashed correctly, and announced to unpack to this many bytes."""
+
+    def lie(liar: Liar) -> None:
+        layer = liar.layer("kernseal.h")
+        layer.update(digest=digest_of(data), size=len(data), mediaType=registry.PACKED_TYPE)
+        layer["annotations"][registry.SIZE] = str(announced)
+        liar.blobs[digest_of(data)] = data
+
+    return lie
+
+
+OTHER = b"/* generated elsewhere */\n"
+PACKED = compressed.pack(OTHER)
+
+
 def honest_digest_of_other_bytes(liar: Liar) -> None:
     """What a registry can do that hashes everything correctly: serve another file."""
-    data = b"/* generated elsewhere */\n"
-    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-    liar.layer("kernseal.h").update(digest=digest, size=len(data))
-    liar.blobs[digest] = data
+    layer = liar.layer("kernseal.h")
+    data = PACKED if layer["mediaType"] == registry.PACKED_TYPE else OTHER
+    layer.update(digest=digest_of(data), size=len(data))
+    liar.blobs[digest_of(data)] = data
+
+
+def much_together(liar: Liar) -> None:
+    """Each file as large as one may be, and more of them than fit."""
+    for layer in liar.manifest["layers"][:3]:
+        layer["mediaType"] = registry.PACKED_TYPE
+        layer["annotations"][registry.SIZE] = str(2 << 30)
 
 
 def swapped(liar: Liar) -> None:
@@ -365,6 +414,18 @@ LIES: dict[str, Callable[[Liar], None]] = {
     "more bytes": longer,
     "an encoding": gzipped,
     "another file, hashed": honest_digest_of_other_bytes,
+    "gzip of another file": serves(PACKED, len(OTHER)),
+    "gzip of more than is announced": serves(compressed.pack(bytes(64 << 20)), 1000),
+    "gzip of less than is announced": serves(PACKED, len(OTHER) + 1),
+    "gzip that ends early": serves(PACKED[:-1], len(OTHER)),
+    "gzip with another checksum": serves(PACKED[:-8] + bytes(8), len(OTHER)),
+    "gzip with bytes after it": serves(PACKED + b"x", len(OTHER)),
+    "gzip twice": serves(PACKED * 2, len(OTHER) * 2),
+    "no gzip": serves(OTHER, len(OTHER)),
+    "nothing as gzip": serves(b"", 0),
+    "a huge file announced": serves(PACKED, 1 << 62),
+    "a negative file announced": serves(PACKED, -1),
+    "huge files announced together": much_together,
     "two files swapped": swapped,
     "a file left out": dropped,
     "a file twice": doubled,
@@ -401,9 +462,10 @@ LIES: dict[str, Callable[[Liar], None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_registry_that_serves(lie: str, bundle: made.Made, tmp_path: Path) -> None:
-    liar = Liar(bundle.pristine)
+def test_a_registry_that_serves(lie: str, packed: bool, bundle: made.Made, tmp_path: Path) -> None:
+    liar = Liar(bundle.pristine, packed)
     LIES[lie](liar)
     (tmp_path / "out").mkdir()
     with serving(liar) as host, pytest.raises((VerificationFailed, Missing)) as caught:
@@ -413,16 +475,63 @@ def test_a_registry_that_serves(lie: str, bundle: made.Made, tmp_path: Path) -> 
     assert str(caught.value).isascii()
 
 
-def test_a_registry_that_tells_the_truth_is_believed(bundle: made.Made, tmp_path: Path) -> None:
-    with serving(Liar(bundle.pristine)) as host:
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_registry_that_tells_the_truth_is_believed(packed: bool, bundle: made.Made, tmp_path: Path) -> None:
+    with serving(Liar(bundle.pristine, packed)) as host:
         registry.pull(f"{host}/x:1", tmp_path / "pulled", policy_of(bundle), PLAIN)
     assert visible(tmp_path / "pulled") == visible(bundle.path)
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 << 20])
+@pytest.mark.parametrize("kind", ["zeros", "noise"])
+def test_what_is_packed_unpacks_to_the_same(size: int, kind: str) -> None:
+    data = bytes(size) if kind == "zeros" else random.Random(size).randbytes(size)
+    assert b"".join(compressed.unpack(io.BytesIO(compressed.pack(data)), size, "x")) == data
+
+
+def test_never_more_is_unpacked_than_was_announced() -> None:
+    """Of 64 MiB of zeros, announced as 3,000,000 bytes."""
+    written = 0
+    with pytest.raises(VerificationFailed, match="more than 3000000 bytes"):
+        for piece in compressed.unpack(io.BytesIO(compressed.pack(bytes(64 << 20))), 3_000_000, "x"):
+            written += len(piece)
+    assert written <= 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("data", "size", "said"),
+    [
+        (PACKED, len(OTHER) - 1, "more than"),
+        (PACKED, len(OTHER) + 1, "all of them"),
+        (PACKED[:-1], len(OTHER), "all of them"),
+        (PACKED[:-8] + bytes(8), len(OTHER), "incorrect data check"),
+        (PACKED + b"x", len(OTHER), "after its gzip member"),
+        (PACKED * 2, len(OTHER), "after its gzip member"),
+        (OTHER, len(OTHER), "incorrect header check"),
+        (b"", 0, "all of them"),
+    ],
+)
+def test_what_is_not_one_whole_gzip_member_of_its_size_is_refused(data: bytes, size: int, said: str) -> None:
+    with pytest.raises(VerificationFailed, match=said):
+        list(compressed.unpack(io.BytesIO(data), size, "x"))
+
+
+def test_what_travels_is_hashed_before_it_is_unpacked(
+    bundle: made.Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked: list[str] = []
+    monkeypatch.setattr(compressed, "unpack", lambda _, size, name: unpacked.append(name) or [bytes(size)])
+    liar = Liar(bundle.pristine)
+    altered(liar)
+    with serving(liar) as host, pytest.raises(VerificationFailed, match="of its layer"):
+        registry.pull(f"{host}/x:1", tmp_path / "out", policy_of(bundle), PLAIN)
+    assert "kernseal.h" not in unpacked
 
 
 def test_another_manifest_than_the_digest_names_is_refused(bundle: made.Made, tmp_path: Path) -> None:
     other = made.make(tmp_path / "other", salt="older")
     other.restore()
-    wanted = hashlib.sha256(registry.registry_manifest(bundle.pristine)).hexdigest()
+    wanted = hashlib.sha256(json.dumps(Liar(bundle.pristine).manifest).encode()).hexdigest()
     with serving(Liar(other.pristine)) as host, pytest.raises(VerificationFailed, match="of the reference"):
         registry.pull(f"{host}/x@sha256:{wanted}", tmp_path / "out", policy_of(other), PLAIN)
     assert not (tmp_path / "out").exists()

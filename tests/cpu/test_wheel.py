@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def policy_of(bundle: made.Made) -> Policy:
 
 
 def packed(bundle: made.Made, out: Path) -> Path:
-    return wheel.write(bundle.path, out, policy_of(bundle))
+    return wheel.write(bundle.path, out, policy_of(bundle)).path
 
 
 def test_name_and_tags_say_any_python_and_the_librarys_platform(bundle: made.Made, tmp_path: Path) -> None:
@@ -72,6 +73,26 @@ def test_the_same_bundle_gives_the_same_wheel(
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     os.utime(bundle.path / "kernseal.h", (1, 1))
     assert packed(bundle, tmp_path / "two").read_bytes() == first
+
+
+def test_another_zlib_changes_no_file_and_no_hash_in_record(
+    bundle: made.Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inside(path: Path) -> dict[str, bytes]:
+        with WheelFile(path) as archive:
+            return {name: archive.read(name) for name in archive.namelist()}
+
+    one = packed(bundle, tmp_path / "one")
+    ours = zlib.compressobj
+    monkeypatch.setattr(zlib, "compressobj", lambda level, *rest: ours(1, *rest))
+    other = packed(bundle, tmp_path / "other")
+    assert other.read_bytes() != one.read_bytes()
+    assert inside(other) == inside(one)
+
+
+def test_every_entry_is_deflated(bundle: made.Made, tmp_path: Path) -> None:
+    with zipfile.ZipFile(packed(bundle, tmp_path)) as archive:
+        assert {entry.compress_type for entry in archive.infolist()} == {zipfile.ZIP_DEFLATED}
 
 
 def test_nothing_in_it_is_code_of_python(bundle: made.Made, tmp_path: Path) -> None:
@@ -204,4 +225,10 @@ def test_the_command_writes_the_wheel_and_says_its_hash(bundle: made.Made, tmp_p
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
     assert report["wheel"] == str(tmp_path / "out" / NAME)
-    assert report["sha256"] == made.sha256((tmp_path / "out" / NAME).read_bytes())
+    data = (tmp_path / "out" / NAME).read_bytes()
+    assert report["sha256"] == made.sha256(data)
+    whole = sum(map(len, bundle.pristine.values()))
+    assert (report["files"], report["bytes"]) == (len(bundle.pristine), whole)
+    assert report["compressed"] == len(data)
+    told = CliRunner().invoke(main, arguments[:-1]).output
+    assert f"{len(bundle.pristine)} files of {whole:,} bytes, {len(data):,} compressed" in told
