@@ -12,9 +12,9 @@ from kernseal.export import machine, output, progress, spec
 from kernseal.loader.errors import InvalidArgument, Malformed
 from kernseal.loader.statement import MORE_KERNELS
 
-SHRINK = ("entry",)
+SHRINK = ("kernel",)
 MAX_CUBIN_BYTES = 1 << 30
-COLUMNS = ("op", "variant", "entry", "regs", "spills", "smem st+dyn", "CTAs/SM", "bytes", "evidence")
+COLUMNS = ("op", "variant", "kernel", "regs", "spills", "smem st+dyn", "CTAs/SM", "bytes", "evidence")
 NUMBERS = COLUMNS[3:8]
 
 
@@ -246,7 +246,7 @@ def _inspect_cubin(path: Path, as_json: bool) -> None:
         raise Malformed(f"{path}: no kernel in it")
     rows: Sequence[tuple[object, ...]] = [
         (
-            e.name,
+            output.short_entry(e.name),
             e.registers,
             e.frame,
             output.size(e.code_bytes),
@@ -254,7 +254,7 @@ def _inspect_cubin(path: Path, as_json: bool) -> None:
         )
         for e in cubin.entries.values()
     ]
-    columns = ("entry", "regs", "stack", "code bytes", "parameters offset:size")
+    columns = ("kernel", "regs", "stack", "code bytes", "parameters offset:size")
     output.show(
         asdict(cubin),
         as_json,

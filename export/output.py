@@ -166,9 +166,18 @@ def size(number: int) -> str:
 
 
 def short_entry(entry: str) -> str:
-    """CuTe names a kernel after its class and then every type of its signature; people want the class."""
-    match = re.search(r"([A-Za-z0-9]+)_object_at", entry)
-    return match.group(1) if match else entry
+    """A kernel's name for people: the class, or else the function, that CuTe's entry begins with.
+
+    CuTe writes ``kernel_cutlass_``, the function, for a method its module (without dots) and class, and then every type of
+    the signature. Entries of other compilers are short as they are.
+    """
+    name = entry.removeprefix("kernel_cutlass_")
+    if name == entry:
+        return entry
+    before_signature = re.split(r"_(?:tensor)?ptr", name)[0]
+    if found := re.search(r"([A-Z][A-Za-z0-9]*)_object_at", before_signature):
+        return found[1]
+    return re.split(r"_(?=[A-Z]|\d+_)", before_signature)[0]
 
 
 def folder(path: Path) -> str:

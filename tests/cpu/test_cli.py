@@ -13,6 +13,7 @@ import synthetic_bundle
 from builds import BOTH, PACKED, bundle
 from click.testing import CliRunner
 
+from kernseal.export import output
 from kernseal.export.cli import EXIT_CODES, main
 from kernseal.loader.errors import KernsealError
 
@@ -118,6 +119,52 @@ def test_a_built_bundle_is_listed_inspected_and_verified() -> None:
     assert code == 0
     assert entry["registers"] > 0
     assert entry["params"][0]["offset"] == 0
+    code, cubin = invoke("inspect", f"{path}/cubin/gdn_prefill/{PACKED}.cubin")
+    assert " FullyFusedDeltaRuleSm90 " in cubin and entry["name"] not in cubin
+
+
+@pytest.mark.parametrize(
+    ("entry", "shown"),
+    [
+        (
+            "kernel_cutlass_kernel_flashinfergdn_kernelsdelta_rule_dsldelta_rule_sm90_FullyFusedDeltaRuleSm90_object_at_"
+            "_None_tensorptrf32gmemalign16o1_CopyAtom_ThrID10_0",
+            "FullyFusedDeltaRuleSm90",
+        ),
+        (
+            "kernel_cutlass_kernel_flashinfergdn_kernelsdelta_rule_dsldelta_rule_cp_sm120CPDeltaRuleTPrecomputeSm120"
+            "_object_at__CopyAtom_ThrID10_TVLayoutSrc1409601_1",
+            "CPDeltaRuleTPrecomputeSm120",
+        ),
+        (
+            "kernel_cutlass_kernel_kernseal_recipeGatherStates_object_at__tensorptrf32gmemalign16o128_0",
+            "GatherStates",
+        ),
+        (
+            "kernel_cutlass_single_pass_multi_cta_topk_kernel_flashinfertopk_varlenkernelsradix_topk"
+            "SinglePassMultiCTARadixTopKKernel_object_at__tensorptrbf16gmemoi641__1",
+            "SinglePassMultiCTARadixTopKKernel",
+        ),
+        (
+            "kernel_cutlass_gdn_decode_bf16state_mtp_ilp4_kernel_tensorptrbf16gmemalign16o128128_None_4_8_16_tensorptrb_0",
+            "gdn_decode_bf16state_mtp_ilp4_kernel",
+        ),
+        ("kernel_cutlass_gdn_wide_vec_kernel_t1_tensorptrbf16gmemalign16o128128i64_None_0", "gdn_wide_vec_kernel_t1"),
+        (
+            "kernel_cutlass_decode_gen_kernel_TensorMapswizzleTensorMapSwizzles128b_3_dtypeclass_cutlassbase_1",
+            "decode_gen_kernel",
+        ),
+        (  # a class that is no self: an argument's
+            "kernel_cutlass_decode_gen_parallel_separate_reduction_kernel_ptrbf16gmemalign16_flashinferattentionprims_ts"
+            "kernelsfmha_decodedirect_sparse_metadataDirectSparseMetadataView_object_at__ptri_1",
+            "decode_gen_parallel_separate_reduction_kernel",
+        ),
+        ("kernel_mha", "kernel_mha"),
+        ("prefill_128", "prefill_128"),
+    ],
+)  # fmt: skip
+def test_a_kernel_is_shown_by_the_name_that_its_author_gave_it(entry: str, shown: str) -> None:
+    assert output.short_entry(entry) == shown
 
 
 @pytest.mark.slow
