@@ -26,6 +26,8 @@ COLOURS = ("#0072b2", "#c4570a", "#0b8a63", "#b0568c", "#7a6a00", "#6a6fd0")
 MARKERS = "osD^vPX*<>hd"
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---")
+LOGARITHMIC = ", logarithmic"
+"""On the label of such an axis: bars on one begin where its first decade does, not at 0."""
 STYLE: dict[str, Any] = {
     "axes.edgecolor": MUTED,
     "axes.labelcolor": INK,
@@ -174,7 +176,7 @@ def _lines(axes: Any, chart: Chart) -> None:
         _ticks_at_points(axes, chart)
     axes.grid(True)
     axes.set_axisbelow(True)
-    axes.set_xlabel(textwrap.fill(chart.x_label, 50))
+    axes.set_xlabel(textwrap.fill(chart.x_label + (LOGARITHMIC if chart.x_log else ""), 50))
     axes.yaxis.set_major_formatter(lambda value, _: number(value))
 
 
@@ -219,7 +221,7 @@ def _plain(name: str) -> str:
 
 
 def _label(figure: Any, axes: Any, chart: Chart) -> None:
-    unit = f"{chart.unit}, {chart.better} is better"
+    unit = f"{chart.unit}{LOGARITHMIC if chart.log else ''}, {chart.better} is better"
     figure.suptitle(textwrap.fill(chart.title, 52), x=0.01, ha="left", fontsize=FONT + 1.5, fontweight="bold")
     if chart.named:
         axes.set_xlabel(textwrap.fill(unit, 50))

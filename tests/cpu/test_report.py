@@ -609,6 +609,7 @@ def test_a_chart_is_a_picture_with_words_and_every_number(tmp_path: Path) -> Non
         "7",
         "–",
     ]
+    assert {"tokens, logarithmic", "µs, logarithmic, lower is better"} <= {n.text for n in lines.all("text")}
     pictured = [node.text for node in bars.all("text")]
     assert {"GDN", "2.4", "C", "Python", "µs, lower is better"} <= set(pictured)
     assert any("_XQA" in label for label in pictured)
