@@ -76,8 +76,8 @@ def verify_bundle(path: Path, sm: str | None, policy: Policy, as_json: bool) -> 
             )
         if report["accepted"]:
             click.echo(
-                f"accepted: {path} is {report['target']}, {report['files']} files,"
-                f" vouched for by {', '.join(report['trusted_by'])}"
+                f"accepted: {path} is {report['target']}, the {report['files']} files that its"
+                f" manifest names, vouched for by {', '.join(report['trusted_by'])}"
             )
         else:
             click.echo(f"refused: {path}: {report['status']}")

@@ -104,6 +104,7 @@ def summary(bundle: Reported) -> dict[str, Any]:
         "variants": len(bundle.variants),
         "kernels": len(kernels),
         "spilling": sum(kernel.spill_bytes > 0 for kernel in kernels),
+        "files": sum(size.files for size in bundle.sizes),
         "bytes": sum(size.bytes for size in bundle.sizes),
         "compressed": sum(size.compressed for size in bundle.sizes),
         "lock": bundle.changes.lock if bundle.changes else None,

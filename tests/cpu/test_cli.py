@@ -229,3 +229,12 @@ def test_verify_bundle_takes_every_part_of_a_policy(
     )
     report = json.loads(shown.stdout)
     assert (shown.returncode, report.get("error", report.get("status"))) == (code, status), shown
+
+
+def test_verify_bundle_says_which_files_it_counts(tmp_path: Path) -> None:
+    bundle = synthetic_bundle.make(tmp_path / "bundle")
+    lock = tmp_path / "sm_90a.lock.json"
+    lock.write_text(json.dumps(bundle.pins))
+    code, text = invoke("verify-bundle", str(bundle.path), "--pins", str(lock))
+    assert code == 0
+    assert f"the {len(bundle.contents)} files that its manifest names" in text

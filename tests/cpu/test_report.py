@@ -295,6 +295,8 @@ def test_the_sizes_are_those_of_the_files_by_kind(tmp_path: Path) -> None:
     total = sum(path.stat().st_size for path in cubins)
     sizes = table(shown(found), "Sizes of sm_90a")
     assert [cell.text for cell in row(sizes, "cubin")[1:3]] == [str(len(cubins)), f"{total:,}"]
+    assert row(sizes, "Total")[1].text == str(len(files))
+    assert f"{len(files)} files, " in banner(shown(found)).text
     sent = sum(len(compressed.pack(path.read_bytes())) for path in cubins)
     assert row(sizes, "cubin")[3].text == f"{sent:,}"
     headings = [th.text for th in sizes.all("tbody")[0].all("th")]
