@@ -38,9 +38,9 @@ from kernseal.loader.errors import InvalidArgument
     "--bench",
     "benches",
     multiple=True,
-    metavar="FILE",
+    metavar="PATH",
     type=click.Path(path_type=Path),
-    help="A benchmark document to plot; may be repeated. Needs kernseal[report].",
+    help="A benchmark document to plot, or a folder of them; may be repeated. Needs kernseal[report].",
 )
 @click.option(
     "--svg",
@@ -74,7 +74,7 @@ def report(
     _keep_out(folders, [out, *([svg / "x"] if svg else [])])
     locks = report_changes.read_locks(pins or paths.manifests())
     policy = Policy.from_options(pins, keys)
-    documents = [bench.read(file) for file in benches]
+    documents = [bench.read(file) for each in benches for file in _documents(each)]
     bundles = [report_bundle.read(folder, policy, locks) for folder in folders]
     drawn = reporting.draw(documents)
     pictures = _pictures(drawn, svg) if svg else {}
@@ -99,6 +99,18 @@ def report(
             click.echo(output.folder(picture))
 
     output.show(data, as_json, people)
+
+
+def _documents(path: Path) -> list[Path]:
+    """A file as it is; of a folder, its documents in the order of their names."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("*.json"))
+    if not found:
+        raise InvalidArgument(
+            f"--bench {path}: no *.json in it; supported is a document, or a folder of them"
+        )
+    return found
 
 
 def _keep_out(bundles: Sequence[Path], outputs: Sequence[Path]) -> None:

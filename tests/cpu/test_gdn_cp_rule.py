@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from gpu.cp_rule import ALLOWED
 
-MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "gdn-prefill-cp-sm90.json"
+MEASURED = Path(__file__).parents[2] / "docs" / "measurements" / "gdn-prefill-cp-sm90.json"
 
 
 @pytest.fixture(scope="module")

@@ -778,6 +778,19 @@ def test_the_command_writes_the_page_and_the_same_pictures(dist: Path, tmp_path:
     assert sorted(path.name for path in tmp_path.glob("new/*")) == ["report.html"]
 
 
+def test_a_folder_of_benchmarks_is_every_document_in_it(dist: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "measured"
+    folder.mkdir()
+    options = ("--pins", tmp_path / "pins", "--out", tmp_path / "r.html", "--bench", folder)
+    done = invoke(dist, *options)
+    assert (done.exit_code, f"--bench {folder}: no *.json in it" in done.output) == (2, True)
+    for name in ("two.json", "one.json"):
+        document(folder, measured(), name)
+    done = invoke(dist, *options, "--svg", tmp_path / "svg", "--json")
+    drawn = [Path(picture).stem for picture in json.loads(done.output)["svg"]]
+    assert drawn == ["one-gpu-time", "one-host-time", "two-gpu-time", "two-host-time"]
+
+
 def test_the_command_tells_people_what_is_refused(dist: Path, tmp_path: Path) -> None:
     (dist / "sm_100a" / "kernseal.h").write_bytes(b"evil")
     done = invoke(dist, "--pins", tmp_path / "pins", "--out", tmp_path / "r.html")
