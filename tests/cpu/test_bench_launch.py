@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from gpu import bench_launch, bench_options
+from gpu import bench_gdn_prefill, bench_gdn_prefill_cp, bench_launch, bench_options, bench_xqa_decode
 from gpu.bench_document import write
 from gpu.bench_launch import LAUNCH, OURS, ROUNDS, RUN, WARM_UP, C
 
@@ -77,4 +78,18 @@ def test_a_tree_that_is_not_clean_is_refused(
         bench_launch.main()
     assert ended.value.code == 2
     assert "refused: not a clean commit" in capsys.readouterr().out
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize("program", [bench_launch, bench_gdn_prefill, bench_gdn_prefill_cp, bench_xqa_decode])
+def test_a_machine_without_a_gpu_is_refused(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_options, "provenance", lambda: STAMP)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench", "--json", str(tmp_path / "out.json")])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 2
+    assert "refused: no GPU: torch " in capsys.readouterr().out
     assert not (tmp_path / "out.json").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 import types
@@ -244,6 +245,15 @@ def test_a_run_needs_neither_torch_nor_the_exporter(
     example = ROOT / "abi" / "examples" / "python" / "xqa_decode.py"
     told = python(RUN, fake_process, str(example), str(example_bundle), str(builds.CACHE / "tests.json"))
     assert told.splitlines() == ["ok: two sequences of XQA decode, output as expected", "[]", "[]"]
+
+
+def test_the_example_with_torch_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    example = ROOT / "abi" / "examples" / "python" / "gdn_prefill.py"
+    command = [sys.executable, str(example), str(tmp_path)]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=hidden, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, f"no GPU: torch {torch.__version__} sees none\n")
 
 
 def test_an_op_is_called_as_it_is_run() -> None:

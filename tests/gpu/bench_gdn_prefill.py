@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from gpu.bench_document import Chart
-from gpu.bench_options import bundles_here, lines, parser, save, stamp
+from gpu.bench_options import bundles_here, lines, parser, save, stamp, use_gpu
 from gpu.bundles import folder, open_by_name, policy
 from gpu.contenders import Contender, Contenders
 from gpu.cp_rule import Point, verdict
@@ -446,7 +446,7 @@ def parts(bundles: Mapping[str, Bundle]) -> dict[str, Any]:
 def main() -> int:
     options = parser(__doc__).parse_args()
     report = stamp(options.trial) | {"heads": HEADS, "head_dim": 128, "dtype": "bf16", "quick": options.quick}
-    torch.cuda.set_device(0)
+    use_gpu()
     torch.zeros(1, device="cuda")
     names = bundles_here()
     cells = grid(options.quick)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from gpu.bench_gdn_prefill import ours
-from gpu.bench_options import bundles_here, parser, save, stamp
+from gpu.bench_options import bundles_here, parser, save, stamp, use_gpu
 from gpu.bundles import open_by_name
 from gpu.cp_rule import Point, verdict
 from gpu.problems import Case, make_inputs
@@ -72,7 +72,7 @@ def rule_of(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     options = parser(__doc__).parse_args()
     report = stamp(options.trial) | {"head_dim": 128, "dtype": "bf16", "quick": options.quick}
-    torch.cuda.set_device(0)
+    use_gpu()
     names = bundles_here()
     report |= {"rows": {}, "rule": {}}
     for name in names:

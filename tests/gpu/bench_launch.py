@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from gpu.bench_document import Chart, bars
-from gpu.bench_options import bundles_here, parser, save, stamp
+from gpu.bench_options import bundles_here, parser, save, stamp, use_gpu
 from gpu.bundles import open_by_name
 from gpu.left_out import reason
 from gpu.problems import Case, call_args, flashinfer_args, make_inputs, prepare, workspace
@@ -167,7 +167,7 @@ def main() -> int:
     report = stamp(options.trial)
     if options.native:
         report["native"] = json.loads(options.native.read_text())
-    torch.cuda.set_device(0)
+    use_gpu()
     names = bundles_here()
     report["rows"] = []
     for name in names:

@@ -36,6 +36,16 @@ def stamp(trial: bool) -> dict[str, Any]:
     return made
 
 
+def use_gpu() -> None:
+    """Everything is measured on device 0. Ends the program where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"refused: no GPU: torch {torch.__version__} sees none")
+        raise SystemExit(2)
+    torch.cuda.set_device(0)
+
+
 def bundles_here() -> list[str]:
     """Names of the bundles that there are. Ends the program where there is none."""
     found = [name for name in BUNDLES if folder(name).is_dir()]

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from gpu.bench_document import Chart
-from gpu.bench_options import bundles_here, lines, parser, stamp, write_charts, write_numbers
+from gpu.bench_options import bundles_here, lines, parser, stamp, use_gpu, write_charts, write_numbers
 from gpu.bundles import open_by_name
 from gpu.contenders import Contender, Contenders
 from gpu.left_out import reason, reasons
@@ -375,7 +375,7 @@ def main() -> int:
         write_document(options, report)
         return 0
     report = stamp(options.trial) | {"quick": options.quick}
-    torch.cuda.set_device(0)
+    use_gpu()
     names = bundles_here()
     report |= {"compiled": compile_others(geometries), "bundles": names}
     cells = grid(geometries, options.quick)

@@ -70,6 +70,9 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         print("usage: gdn_prefill.py BUNDLE [KEY ...]", file=sys.stderr)
         return 1
+    if not torch.cuda.is_available():
+        print(f"no GPU: torch {torch.__version__} sees none", file=sys.stderr)
+        return 1
     folder, *keys = arguments
     try:
         run(folder, Policy.from_options(keys=[Path(key) for key in keys]))
