@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -44,6 +45,8 @@ from kernseal.loader.policy import Policy
 from kernseal.loader.statement import FILE as MANIFEST
 from kernseal.loader.verify import VerifiedBundle, verify_bundle
 
+SCHEDULER = re.compile(r"(?:tcp|tls|wss?)://(?:[^\s:/\[\]]+|\[[0-9a-fA-F:.%]+\]):\d{1,5}")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -59,6 +62,9 @@ class Options:
         out: folder in which the bundle's folder is put.
         model: whose variants to build, instead of those of the profile.
         scheduler: address of a dask.distributed cluster that compiles, instead of this machine.
+
+    Raises:
+        InvalidArgument: ``scheduler`` is no address. That nobody answers there shows when something is to be compiled.
     """
 
     profile: str = "default"
@@ -70,6 +76,13 @@ class Options:
     out: Path = Path("dist")
     model: Model | None = None
     scheduler: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.scheduler is not None and not SCHEDULER.fullmatch(self.scheduler):
+            raise InvalidArgument(
+                f"--scheduler {self.scheduler!r}: not an address; supported is PROTOCOL://HOST:PORT with tcp, tls, ws or"
+                " wss, such as tcp://farm:8786"
+            )
 
     @property
     def choice(self) -> str:

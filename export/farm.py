@@ -6,11 +6,15 @@ one refuses. Dask gives the variants of a worker that is lost to the others.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import contextlib
 import functools
 import importlib
+import importlib.metadata
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +26,19 @@ from kernseal.export.front_end import Tools
 from kernseal.export.progress import Reporter
 from kernseal.export.spec import Target
 from kernseal.export.variant import Built
-from kernseal.loader.errors import BuildFailed, InvalidArgument, ToolchainInvalid, Unsupported
+from kernseal.loader.errors import (
+    BuildFailed,
+    InvalidArgument,
+    KernsealError,
+    ToolchainInvalid,
+    Unsupported,
+)
 
 CONNECT_SECONDS = 30
+WORKERLESS_SECONDS = 120
+"""How long a build waits for a worker where none is left."""
+CHECK_SECONDS = 2
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -57,8 +71,8 @@ def compile_all(
     Raises:
         Unsupported: ``distributed`` is not installed.
         InvalidArgument: nobody answers at ``scheduler``, or the cluster has no worker.
-        ToolchainInvalid: a worker would make other bytes; it is named, with the inputs that differ.
-        BuildFailed: a compile failed, or several workers died of it.
+        ToolchainInvalid: a worker lacks this kernseal, or would make other bytes; it is named, with what differs.
+        BuildFailed: a compile failed, several workers died of it, or the scheduler or all workers were lost.
     """
     try:
         distributed = _distributed()
@@ -69,11 +83,63 @@ def compile_all(
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"--scheduler {scheduler!r}: {error or 'no answer'}") from None
     with client, client.as_current():
-        if not client.scheduler_info(n_workers=-1)["workers"]:
+        if not _workers(client):
             raise InvalidArgument(
                 f"--scheduler {scheduler!r}: the cluster has no worker; start some, see docs/building.md"
             )
+        _check_workers(client)
         return _compile(client, target, missing, trees, report)
+
+
+def _workers(client: Any) -> Mapping[str, Any]:
+    """The cluster's workers, by their addresses."""
+    with _failing("its scheduler is lost"):
+        found: Mapping[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
+    return found
+
+
+def _check_workers(client: Any) -> None:
+    """Ask every worker for its kernseal: dask closes one that cannot read its task, and gives the task to the next.
+
+    Raises:
+        ToolchainInvalid: a worker has none, or another version.
+    """
+    ours = importlib.metadata.version("kernseal")
+    with _failing("its workers could not be asked for their versions"):
+        said = client.run(_version_query(), on_error="return")
+    for worker, theirs in sorted(said.items()):
+        if isinstance(theirs, OSError):
+            continue  # lost meanwhile
+        if theirs != ours:
+            has = (
+                f"{type(theirs).__name__}: {theirs}"
+                if isinstance(theirs, Exception)
+                else f"kernseal {theirs}"
+            )
+            raise ToolchainInvalid(
+                f"worker {worker}: {has}; install kernseal[export,farm] {ours} there, the version of the client"
+            )
+
+
+def _version_query() -> Callable[[], str]:
+    """A function that travels as its code: one that travels by name needs kernseal to be read."""
+
+    def version() -> str:
+        importlib.import_module("kernseal.export.farm")
+        return importlib.metadata.version("kernseal")
+
+    return version
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Whatever dask raises as a failed build. Typed errors of a worker stay what they are."""
+    try:
+        yield
+    except KernsealError:
+        raise
+    except (Exception, asyncio.CancelledError) as error:
+        raise BuildFailed(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _compile(
@@ -83,33 +149,59 @@ def _compile(
     trees: Mapping[str, Mapping[str, bytes]],
     report: Reporter,
 ) -> dict[str, Built]:
-    # A task of its own, and not scattered: what is scattered to a worker is lost with it.
-    sent = {name: client.submit(dict, tree, pure=False) for name, tree in trees.items()}
-    waiting = {}
-    for item in missing:
-        task = Task(item.variant.key, target, item.inputs.summary())
-        waiting[client.submit(compile_here, task, sent[item.op.name], pure=False)] = item
+    waiting: dict[Any, build.Planned] = {}
     built = {}
     try:
+        with _failing("the variants could not be submitted"):
+            # A task of its own, and not scattered: what is scattered to a worker is lost with it.
+            sent = {name: client.submit(dict, tree, pure=False) for name, tree in trees.items()}
+            for item in missing:
+                task = Task(item.variant.key, target, item.inputs.summary())
+                waiting[client.submit(compile_here, task, sent[item.op.name], pure=False)] = item
         with report.steps(f"compile {target.name} on {client.scheduler.address}", len(missing)) as step:
-            for future in _distributed().as_completed(waiting):
+            for future in _as_completed(client, waiting, report):
                 item = waiting[future]
-                built[item.variant.key] = variants.store(
-                    item.variant.key, item.inputs.key, _result(future, item)
-                )
+                with _failing(item.variant.key):
+                    found = future.result()
+                built[item.variant.key] = variants.store(item.variant.key, item.inputs.key, found)
                 step(item.variant.key)
     except BaseException:
-        client.cancel(list(waiting))
+        with contextlib.suppress(
+            Exception, asyncio.CancelledError
+        ):  # of a scheduler that is not there any more
+            client.cancel(list(waiting))
         raise
     return built
 
 
-def _result(future: Any, item: build.Planned) -> dict[str, bytes]:
-    try:
-        found: dict[str, bytes] = future.result()
-    except _distributed().KilledWorker as error:
-        raise BuildFailed(f"{item.variant.key}: {error}") from None
-    return found
+def _as_completed(client: Any, waiting: Mapping[Any, build.Planned], report: Reporter) -> Iterator[Any]:
+    """Each future as it ends.
+
+    Raises:
+        BuildFailed: for ``WORKERLESS_SECONDS`` the cluster had no worker; dask itself would wait for ever.
+    """
+    done = _distributed().as_completed(waiting)
+    checked = time.monotonic()
+    lost: float | None = None
+    for left in range(len(waiting), 0, -1):
+        while not done.has_ready():
+            time.sleep(POLL_SECONDS)
+            if time.monotonic() - checked < CHECK_SECONDS:
+                continue
+            workers, checked = _workers(client), time.monotonic()
+            if workers:
+                lost = None
+            elif lost is None:
+                lost = checked
+                report.note(
+                    f"no worker is left, {left} variants to go: waiting {WORKERLESS_SECONDS} s for one"
+                )
+            elif checked - lost > WORKERLESS_SECONDS:
+                raise BuildFailed(
+                    f"no worker was left for {WORKERLESS_SECONDS} s, {left} variants to go; start some and build"
+                    " again: what was compiled is in the cache"
+                )
+        yield next(done)
 
 
 def _distributed() -> Any:
