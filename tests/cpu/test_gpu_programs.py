@@ -32,6 +32,42 @@ def programs(example_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return out
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("run_examples.sh", [], "0 arguments; usage: run_examples.sh PROGRAMS BUNDLE [KEY]"),
+        ("run_examples.sh", ["", ""], "PROGRAMS '': not a folder"),
+        ("run_examples.sh", ["has programs", "nowhere"], "BUNDLE 'nowhere': not the folder of a bundle"),
+        ("run_examples.sh", ["has programs", "has bundle", "key"], "KEY 'key': not a file"),
+        ("build_programs.sh", [], "0 arguments; usage: build_programs.sh BUNDLE OUT"),
+        ("build_programs.sh", ["nowhere", "out"], "BUNDLE 'nowhere': not the folder of a bundle"),
+        ("build_programs.sh", ["has bundle", ""], "OUT '': empty"),
+        ("pack.sh", [], "0 arguments; usage: pack.sh OUT"),
+        ("pack.sh", [""], "OUT '': empty"),
+    ],
+)
+def test_a_script_says_how_it_is_used_before_it_touches_anything(
+    tmp_path: Path, script: str, arguments: list[str], words: str
+) -> None:
+    (tmp_path / "has programs").mkdir()
+    (tmp_path / "has programs/stress").write_text("")
+    (tmp_path / "has programs/stress").chmod(0o755)
+    (tmp_path / "has bundle").mkdir()
+    (tmp_path / "has bundle/libkernseal.so").write_text("")
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    for name in ("rm", "cp", "mkdir", "kernseal", "python"):
+        (stubs / name).write_text(f"#!/bin/sh\necho {name} >>{tmp_path}/touched\n")
+        (stubs / name).chmod(0o755)
+    own = {"PYTHON": str(stubs / "python"), "KERNSEAL": str(stubs / "kernseal"), "FLASHINFER_TESTS": ""}
+    environment = {**os.environ, **own, "PATH": f"{stubs}:{os.environ['PATH']}"}
+    command = [str(GPU / script), *arguments]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert not (tmp_path / "touched").exists()
+
+
 def needs(program: Path) -> tuple[set[str], list[tuple[int, ...]]]:
     """Libraries that a program is linked with, and the versions of glibc that it asks for."""
     with program.open("rb") as file:

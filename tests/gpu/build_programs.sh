@@ -2,10 +2,17 @@
 # Builds what run_examples.sh runs: build_programs.sh BUNDLE OUT. Needs the environment of `make env` and, for Rust, cargo.
 # The programs pin BUNDLE's library and need glibc 2.17, nothing else: they can be carried to a machine without compilers.
 set -euo pipefail
+refuse() {
+    echo "build_programs: $1; usage: build_programs.sh BUNDLE OUT" >&2
+    exit 2
+}
+[ $# = 2 ] || refuse "$# arguments"
+[ -f "$1/libkernseal.so" ] || refuse "BUNDLE '$1': not the folder of a bundle"
+[ -n "$2" ] || refuse "OUT '': empty"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 bundle=$(cd "$1" && pwd)
-mkdir -p "$2"
+mkdir -p -- "$2"
 out=$(cd "$2" && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
 target=(-target "$(uname -m)-linux-gnu.2.17" -mcpu=baseline)
@@ -29,7 +36,7 @@ END
     (cd "$root/abi/rust" && KERNSEAL_BUNDLE=$bundle CARGO_TARGET_DIR=$out/rust RUSTFLAGS="-C linker=$out/linker" \
         cargo build --quiet --release --offline --locked --examples)
     for op in gdn_prefill xqa_decode; do mv "$out/rust/release/examples/$op" "$out/rust-$op"; done
-    rm -r "$out/rust" "$out/linker"
+    rm -r -- "$out/rust" "$out/linker"
 else
     echo "build_programs: no cargo here: the Rust examples are left out" >&2
 fi

@@ -11,10 +11,17 @@
 # There: KERNSEAL_DIST=OUT/dist KERNSEAL_VALIDATION_KEY=OUT/key.json tests/gpu/run_all.sh
 #        KERNSEAL_DIST=OUT/suite KERNSEAL_TRUST_KEY=OUT/key.json python -m gpu.flashinfer_suite FOLDER --every 37 --ignore-qk-norm
 set -euo pipefail
+refuse() {
+    echo "pack: $1; usage: pack.sh OUT" >&2
+    exit 2
+}
+[ $# = 1 ] || refuse "$# arguments"
+[ -n "$1" ] || refuse "OUT '': empty"
+[ -z "${FLASHINFER_TESTS:-}" ] || [ -d "$FLASHINFER_TESTS" ] || refuse "FLASHINFER_TESTS '$FLASHINFER_TESTS': not a folder"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python} kernseal=${KERNSEAL:-$root/.venv/bin/kernseal}
-mkdir -p "$1"
+mkdir -p -- "$1"
 out=$(cd "$1" && pwd)
 key=$out/key
 [ -e "$key" ] || "$kernseal" keygen "$key"

@@ -3,9 +3,17 @@
 # run_examples.sh PROGRAMS BUNDLE [KEY]. KEY is a public key file for Python, where the committed pins are not those of BUNDLE.
 # LAUNCHES (10000) is for the stress program; SANITIZER=1 runs the C++ examples under compute-sanitizer as well.
 set -u
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-programs=$(cd "$1" && pwd)
-bundle=$(cd "$2" && pwd)
+refuse() {
+    echo "run_examples: $1; usage: run_examples.sh PROGRAMS BUNDLE [KEY]" >&2
+    exit 2
+}
+[ $# = 2 ] || [ $# = 3 ] || refuse "$# arguments"
+[ -x "$1/stress" ] || refuse "PROGRAMS '$1': not a folder that build_programs.sh made"
+[ -f "$2/libkernseal.so" ] || refuse "BUNDLE '$2': not the folder of a bundle"
+[ -z "${3+set}" ] || [ -f "$3" ] || refuse "KEY '$3': not a file"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 2
+programs=$(cd "$1" && pwd) || exit 2
+bundle=$(cd "$2" && pwd) || exit 2
 keys=("${@:3}")
 python=${PYTHON:-python3}
 failed=0
@@ -30,8 +38,8 @@ gdn="ok: two tokens of GDN prefill, output and state as expected"
 xqa="ok: two sequences of XQA decode, output as expected"
 nowhere=$programs/nowhere
 changed=$programs/changed
-rm -rf "$changed"
-cp -r "$bundle" "$changed"
+rm -rf -- "$changed"
+cp -r -- "$bundle" "$changed" || exit 2
 printf 'x' >>"$changed/libkernseal.so"
 
 for language in cpp rust; do
@@ -58,7 +66,7 @@ for op in "${examples[@]}"; do
     expect 0 "$says" "$python" "$example" "$bundle" "${keys[@]}"
     expect 1 "mismatch: " "$python" "$example" "$changed" "${keys[@]}"
 done
-rm -rf "$changed"
+rm -rf -- "$changed"
 
 expect 0 "ok: 8 threads x 4 streams x ${LAUNCHES:-10000} launches" "$programs/stress" "$bundle" "${LAUNCHES:-10000}"
 devices=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
