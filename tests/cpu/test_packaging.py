@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -148,3 +149,8 @@ def test_make_names_its_commands_and_asks_for_an_sm() -> None:
     )
     assert refused.returncode != 0
     assert "which SM?" in refused.stderr
+
+
+def test_no_page_installs_kernseal_from_an_index_that_does_not_have_it() -> None:
+    pages = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    assert [page.name for page in pages if re.search(r"pip install ['\"]?kernseal", page.read_text())] == []
