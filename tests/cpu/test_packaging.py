@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -75,7 +76,7 @@ def test_the_wheel_carries_the_licence_and_its_command(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     assert "Apache License" in archive.read("kernseal-0.1.0.dist-info/licenses/LICENSE").decode()
     assert (
-        "kernseal = kernseal.export.cli:main"
+        "kernseal = kernseal.export.command:main"
         in archive.read("kernseal-0.1.0.dist-info/entry_points.txt").decode()
     )
 
@@ -116,6 +117,15 @@ def test_the_loader_imports_from_a_fresh_environment_without_the_builder(wheel: 
     run = [python, "-I", "-c", IMPORT_ALL]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, env=clean)
     assert done.stdout.splitlines() == ["[]", "[]"], done.stderr
+    command = [str(tmp_path / "venv/bin/kernseal"), "verify-bundle", "dist"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=clean)
+    words = (
+        "kernseal: unsupported: No module named 'click'; the command needs kernseal[export]: from a checkout,"
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(words) and done.stderr.count("\n") == 1
+    done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True, env=clean)
+    assert (done.returncode, json.loads(done.stdout)["error"], done.stderr) == (2, "unsupported", "")
 
 
 def test_an_old_python_is_told_so_and_nothing_is_made(tmp_path: Path) -> None:
