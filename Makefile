@@ -32,7 +32,7 @@ need-sm = $(if $(SM),,$(error which SM? Say for example `make $@ SM=120` (90, 10
 
 .PHONY: help
 help: ## list the commands
-	@echo 'make artifacts SM=120 [JOBS=N] [RETARGET=90] [PROFILE=default|full]'
+	@echo 'make artifacts SM=120 [JOBS=N|auto] [RETARGET=90] [PROFILE=default|full]'
 	@echo 'make artifacts SM=120 MODEL=config.json [SET="page_size=32 kv_dtype=e4m3"]'
 	@echo
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 /p' Makefile | while read -r name text; do printf '  %-13s %s\n' "$$name" "$$text"; done

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kernseal.export import machine, output, progress, spec
+from kernseal.export import output, progress, spec
 from kernseal.loader.errors import InvalidArgument, Malformed
 from kernseal.loader.statement import MORE_KERNELS
 
@@ -82,7 +82,7 @@ def build(
     config: Path | None,
     settings: tuple[str, ...],
     only: tuple[str, ...],
-    jobs: int | None,
+    jobs: int,
     source: Path | None,
     scheduler: str | None,
     key: Path | None,
@@ -107,9 +107,7 @@ def build(
     wanted = output.targets(sm, retarget, host)
     ops = spec.load_ops()
     named, model = output.choice(profile, config, settings, ops)
-    options = building.Options(
-        named, only, jobs or machine.default_jobs(), source, None, not no_cache, out, model, scheduler
-    )
+    options = building.Options(named, only, jobs, source, None, not no_cache, out, model, scheduler)
     report = progress.reporter(quiet or as_json)
     signer = signing.find_key(key)
     if signer.created:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kernseal.export import files, machine, output, progress, spec
+from kernseal.export import files, output, progress, spec
 from kernseal.loader.errors import InvalidArgument, PinsDiffer
 
 
@@ -23,7 +23,7 @@ def gate(
     sm: str,
     retarget: str | None,
     only: tuple[str, ...],
-    jobs: int | None,
+    jobs: int,
     source: Path | None,
     scheduler: str | None,
     no_cache: bool,
@@ -44,9 +44,7 @@ def gate(
 
     if update and only:
         raise InvalidArgument("--update with --variant: pins are of whole bundles; leave --variant out")
-    options = building.Options(
-        "default", only, jobs or machine.default_jobs(), source, None, not no_cache, scheduler=scheduler
-    )
+    options = building.Options("default", only, jobs, source, None, not no_cache, scheduler=scheduler)
     report = progress.reporter(quiet or as_json)
     ops = spec.load_ops()
     results = [gating.gate(ops, target, options, report, update) for target in output.targets(sm, retarget)]

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kernseal.export import model, spec
+from kernseal.export import machine, model, spec
 from kernseal.export.model import Model
 from kernseal.export.spec import Op, Target
 from kernseal.loader.errors import InvalidArgument
@@ -74,6 +74,15 @@ def choice(
     return "default", Model(model.read_config(config), model.parse_chosen(settings, ops))
 
 
+class Jobs(click.IntRange):
+    """A number, or ``auto`` for the number that suits this machine."""
+
+    name = "number or auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return machine.default_jobs() if value == "auto" else int(super().convert(value, param, ctx))
+
+
 def building(command: Callable[..., None]) -> Callable[..., None]:
     """The options of every command that compiles: what, how many at once, from which source, how loudly."""
     options = (
@@ -87,8 +96,10 @@ def building(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--jobs",
-            type=click.IntRange(1, 256),
-            help="Variants compiled at once, each with up to 1.5 GB of memory.  [default: what cores and memory allow]",
+            type=Jobs(1, 256),
+            default="auto",
+            show_default=True,
+            help="Variants compiled at once, each with up to 1.5 GB of memory; auto is what cores and memory allow.",
         ),
         click.option(
             "--source",

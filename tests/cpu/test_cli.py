@@ -8,12 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import synthetic_bundle
 from builds import BOTH, PACKED, bundle
 from click.testing import CliRunner
 
-from kernseal.export import output
+from kernseal.export import machine, output
 from kernseal.export.cli import EXIT_CODES, main
 from kernseal.loader.errors import KernsealError
 
@@ -71,6 +72,13 @@ def test_every_exit_code_of_an_error_is_documented() -> None:
         (["build", "--sm", "90", "--retarget", "120"], 2, "unsupported", "sm_120a-on-sm_90a"),
         (["build", "--sm", "90", "--profile", "huge"], 2, "invalid_argument", "supported: default, full"),
         (["build", "--sm", "90", "--jobs", "0"], 2, "invalid_argument", "jobs"),
+        (
+            ["gate", "--sm", "90", "--jobs", "many"],
+            2,
+            "invalid_argument",
+            "'many' is not a valid number or auto",
+        ),
+        (["build", "--sm", "90", "--scheduler", "nowhere"], 2, "invalid_argument", "--scheduler 'nowhere'"),
         (["build", "--sm", "90", "--key", "/no/such/key"], 7, "io_error", "/no/such/key"),
         (["build"], 2, "invalid_argument", "--sm"),
         (["inspect", "/no/such/file"], 2, "invalid_argument", "/no/such/file"),
@@ -89,6 +97,16 @@ def test_a_bad_argument_is_one_typed_error(arguments: list[str], code: int, stat
     assert (shown.returncode, report["error"], report["exit_code"]) == (code, status, code), shown
     assert words in report["message"]
     assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize(("arguments", "jobs"), [([], 3), (["--jobs", "auto"], 3), (["--jobs", "7"], 7)])
+def test_jobs_are_a_number_or_what_suits_this_machine(
+    arguments: list[str], jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "default_jobs", lambda: 3)
+    (option,) = (param for param in main.commands["build"].params if param.name == "jobs")
+    command = click.Command("some", params=[option], callback=lambda jobs: click.echo(jobs))
+    assert CliRunner().invoke(command, arguments).output == f"{jobs}\n"
 
 
 def test_people_get_one_line() -> None:
