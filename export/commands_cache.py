@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from kernseal.export import output, paths
 from kernseal.loader.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kernseal.export.cache import Entry
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -25,6 +30,10 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
+def _counted(some: Sequence[Entry]) -> dict[str, int]:
+    return {"entries": len(some), "bytes": sum(entry.size for entry in some)}
+
+
 @click.command()
 @click.option("--prune", is_flag=True, help="Remove entries, those used longest ago first.")
 @click.option("--max-size", metavar="SIZE", help="With --prune: what may stay, such as 4G.")
@@ -36,7 +45,7 @@ def parse_size(text: str) -> int:
 )
 @output.as_json
 def cache(prune: bool, max_size: str | None, older_than: float | None, as_json: bool) -> None:
-    """Show what the cache of compiled variants holds, or keep it within bounds.
+    """Show what the cache of variants, wheels and Zig holds, or keep it within bounds. All of it comes back when needed.
 
     \b
     Examples:
@@ -56,10 +65,12 @@ def cache(prune: bool, max_size: str | None, older_than: float | None, as_json: 
     removed = [entry for entry in gone if entry not in refused]
     left = [entry for entry in found if entry not in removed]
     left_bytes, removed_bytes = (sum(entry.size for entry in some) for some in (left, removed))
+    kinds = {kind: _counted([entry for entry in left if entry.kind == kind]) for kind in caching.KINDS}
     data = {
         "folder": str(paths.cache()),
-        "variants": len(left),
+        "variants": kinds[caching.VARIANTS]["entries"],
         "bytes": left_bytes,
+        "kinds": kinds,
         "removed": len(removed),
         "removed_bytes": removed_bytes,
         "refused": [str(entry.folder) for entry in refused],
@@ -67,11 +78,13 @@ def cache(prune: bool, max_size: str | None, older_than: float | None, as_json: 
     }
 
     def people() -> None:
-        click.echo(f"{data['folder']}: {data['variants']} variants, {output.size(left_bytes)} bytes")
+        click.echo(f"{data['folder']}: {output.size(left_bytes)} bytes")
+        for kind, held in kinds.items():
+            click.echo(f"  {kind}: {held['entries']}, {output.size(held['bytes'])} bytes")
         if left:
             click.echo(f"the one used longest ago: {data['last_used_days_ago']} days")
         if prune:
-            click.echo(f"removed {data['removed']} variants, {output.size(removed_bytes)} bytes")
+            click.echo(f"removed {data['removed']} of them, {output.size(removed_bytes)} bytes")
         for entry in refused:
             click.echo(f"not removed, it is another user's: {entry.folder}")
 

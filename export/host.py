@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kernseal.abi import library
 from kernseal.abi.library import VariantRecord
-from kernseal.export import paths
+from kernseal.export import cache
 from kernseal.export.run import run
 from kernseal.export.spec import Target
 from kernseal.loader.errors import BuildFailed
@@ -88,14 +88,12 @@ def _all_but_headers(folder: str, names: list[str]) -> set[str]:
 
 def _environment(work: Path) -> dict[str, str]:
     """Zig's caches: glibc stubs are kept for the next build, everything of ours goes with ``work``."""
-    shared = paths.cache() / "zig"
-    shared.mkdir(parents=True, exist_ok=True)
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     local = {"ZIG_LOCAL_CACHE_DIR": str(work / "zig"), "HOME": str(work), "TMPDIR": str(work)}
     return {
         **kept,
         **local,
-        "ZIG_GLOBAL_CACHE_DIR": str(shared),
+        "ZIG_GLOBAL_CACHE_DIR": str(cache.zig_folder()),
         "LANG": "C.UTF-8",
         "LC_ALL": "C.UTF-8",
         "TZ": "UTC",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from kernseal.abi import yaml_text
-from kernseal.export import files, paths
+from kernseal.export import cache, files, paths
 from kernseal.export.findings import FileChanged, FileMissing
 from kernseal.loader.errors import SourceInvalid
 
@@ -112,7 +112,7 @@ def fetch_wheel(pin: Upstream, note: Callable[[str], None] = lambda _: None) -> 
     Raises:
         SourceInvalid: pip could not get a file with the pinned hash.
     """
-    target = paths.cache() / "wheels" / pin.sha256 / pin.wheel
+    target = cache.wheel_folder(pin.sha256) / pin.wheel
     if target.is_file():
         return target
     note(f"fetching {pin.wheel}")

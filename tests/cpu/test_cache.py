@@ -103,6 +103,51 @@ def test_what_was_not_used_for_long_goes_whatever_its_size(root: Path) -> None:
     assert not old.exists() and new.exists()
 
 
+def put_others(days_ago: float) -> tuple[Path, Path]:
+    """A wheel and Zig's cache, as a build leaves them."""
+    then = time.time() - days_ago * DAY
+    wheel, zig = cache.wheel_folder("ab" * 32), cache.zig_folder()
+    (zig / "o" / "some").mkdir(parents=True)
+    (zig / "o" / "some" / "libc.so").write_bytes(b"x" * 300)
+    wheel.mkdir(parents=True)
+    (wheel / "some.whl").write_bytes(b"x" * 5000)
+    for folder in (wheel, zig):
+        os.utime(folder, (then, then))
+    return wheel, zig
+
+
+def test_wheels_and_zigs_cache_are_counted_beside_the_variants(root: Path) -> None:
+    put("aa1", 1000, 3)
+    put_others(1)
+    found = run()
+    assert found["variants"] == 1
+    kinds = found["kinds"]
+    assert isinstance(kinds, dict)
+    assert kinds["wheels"] == {"entries": 1, "bytes": 5000}
+    assert kinds["zig"] == {"entries": 1, "bytes": 300}
+    assert found["bytes"] == kinds["variants"]["bytes"] + 5300
+    said = CliRunner().invoke(commands_cache.cache, catch_exceptions=False).output
+    assert "wheels: 1, 5,000 bytes" in said and "zig: 1, 300 bytes" in said
+
+
+def test_wheels_and_zigs_cache_are_bounded_by_last_use_like_the_variants(root: Path) -> None:
+    variant = put("aa1", 1000, 3)
+    wheel, zig = put_others(40)
+    assert run("--prune", "--older-than", "30")["removed"] == 2
+    assert variant.exists() and not wheel.exists() and not zig.exists()
+    wheel, zig = put_others(4)
+    assert run("--prune", "--max-size", "3K")["removed"] == 1
+    assert variant.exists() and not wheel.exists() and zig.exists()
+    assert run("--prune", "--max-size", "0")["bytes"] == 0
+
+
+def test_what_a_build_may_be_reading_stays_until_it_was_unused_for_ten_minutes(root: Path) -> None:
+    wheel, zig = put_others(1)
+    assert (cache.wheel_folder("ab" * 32), cache.zig_folder()) == (wheel, zig)
+    assert run("--prune", "--max-size", "0")["removed"] == 0
+    assert wheel.exists() and zig.exists()
+
+
 def test_a_removal_that_was_killed_is_finished_by_the_next(root: Path) -> None:
     folder = put("aa1", 10, 3)
     left = folder.with_name(f".{folder.name}.removed")
