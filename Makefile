@@ -83,7 +83,7 @@ example-rust: $(ENV) ## the same for the Rust crate and its examples
 	@$(RUN) -m pytest tests/cpu/test_abi_examples.py -v -k "rust or crate or pin"
 
 .PHONY: bench
-bench: $(ENV) ## time what a user waits for (SM=90 unless given)
+bench: $(ENV) ## time builds (SM=90 unless given); kernels: tests/gpu/run_all.sh, on a GPU
 	@.ci/bench $(SM)
 
 .PHONY: lock

@@ -66,6 +66,9 @@ def test_its_numbers_carry_commit_state_device_and_bundle_digest(checkout: Path)
     lines = done.stdout.splitlines()
     assert f"commit     {git(checkout, 'rev-parse', 'HEAD')} (clean)" in lines
     assert any(re.fullmatch(r"device     \d+ x .+, GPU: .+", line) for line in lines)
+    assert any(
+        line.startswith("kernels    not measured by this: tests/gpu/run_all.sh bench ") for line in lines
+    )
     digest = hashlib.sha256(b"manifest").hexdigest()
     assert f"bundle     {BUNDLE}, manifest sha256 {digest}" in lines
     assert sum(line.endswith(" s") for line in lines) == 15
@@ -73,6 +76,14 @@ def test_its_numbers_carry_commit_state_device_and_bundle_digest(checkout: Path)
     some = [line for line in said if "--no-cache --jobs" in line]
     assert [line.partition("--jobs ")[2][0] for line in some] == ["1", "2", "2", "1"] * 2
     assert [line.count("--variant an_op/a_variant") for line in some] == [32] * 4 + [8] * 4
+
+
+def test_the_benchmarks_of_the_kernels_that_it_names_are_there(checkout: Path) -> None:
+    (line,) = (line for line in bench(checkout).stdout.splitlines() if line.startswith("kernels "))
+    script, *steps = line.partition(": ")[2].partition(", see ")[0].split()
+    text = (ROOT / script).read_text()
+    assert steps and all(f"\nrun_{step}() {{" in text for step in steps)
+    assert (ROOT / line.partition(", see ")[2]).is_file()
 
 
 def test_two_workers_are_compared_with_one_by_the_times_above(checkout: Path) -> None:
