@@ -8,31 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from gpu import fa2_problems
+from gpu.fa2_problems import DTYPES, Batch, ends_of, i32
 
 from kernseal.kernels.paged_prefill.reference import prefill
 
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-SCRATCH = 256 << 20
-"""Bytes, where parts have a fixed length."""
 SPARE = 3
 """Rows of q past the last sequence, and pages of no sequence: NaN."""
 GARBAGE = (-1, 2**31 - 1, -(2**31))
 """Entries of the page table that no key needs."""
-LENGTHS = [
-    *((1, 1), (1, 300), (1, 0), (0, 7), (3, 2), (15, 15), (16, 16), (17, 64), (31, 65)),
-    *((63, 127), (64, 128), (65, 129), (127, 255), (128, 256), (129, 257), (40, 511)),
-    *((5, 1025), (200, 70), (300, 10), (7, 0), (513, 513), (2, 4096)),
-]
-"""Query rows and keys: around the edges of tiles of query rows (16, 64, 128), of keys (16 to 256) and of pages, some without
-keys and some with more queries than keys."""
 LAYOUTS = ("NHD", "HND", "one tensor", "layers")
-
-
-def ends_of(lengths: Sequence[int]) -> list[int]:
-    ends = [0]
-    for length in lengths:
-        ends.append(ends[-1] + length)
-    return ends
 
 
 def div_up(n: int, unit: int) -> int:
@@ -40,7 +25,7 @@ def div_up(n: int, unit: int) -> int:
 
 
 @dataclass
-class Problem:
+class Problem(Batch):
     """Tensors of one call.
 
     Attributes:
@@ -57,10 +42,6 @@ class Problem:
     v: torch.Tensor
     tables: list[list[int]]
     call: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def qo(self) -> list[int]:
-        return ends_of([rows for rows, _ in self.lengths])
 
     @property
     def kv_lens(self) -> list[int]:
@@ -91,9 +72,6 @@ class Problem:
         k, v = pools(layout, tuple(self.k.shape), self.k.dtype)
         return replace(self, k=k.copy_(self.k), v=v.copy_(self.v))
 
-    def rows(self, b: int) -> slice:
-        return slice(self.qo[b], self.qo[b + 1])
-
     def unused(self) -> torch.Tensor:
         """[pages, page_size]: which rows of the pool hold no key."""
         found = torch.ones(self.k.shape[:2], dtype=torch.bool)
@@ -101,18 +79,6 @@ class Problem:
             for at in range(div_up(keys, self.page_size)):
                 found[table[at], : keys - at * self.page_size] = False
         return found.cuda()
-
-    def seen(self) -> torch.Tensor:
-        """Which rows of the sequences see any key."""
-        found = []
-        for rows, keys in self.lengths:
-            first = max(rows - keys, 0) if self.axes["causal"] else (0 if keys else rows)
-            found += [row >= first for row in range(rows)]
-        return torch.tensor(found, dtype=torch.bool, device=self.q.device)
-
-
-def i32(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def axes_of(variant: Any) -> dict[str, Any]:
@@ -127,10 +93,6 @@ def axes_of(variant: Any) -> dict[str, Any]:
 
 def name_of(axes: Mapping[str, Any]) -> str:
     return f"{axes['dtype']}-d{axes['head_dim']}-{'causal' if axes['causal'] else 'full'}"
-
-
-def tiles(axes: Mapping[str, Any]) -> tuple[int, ...]:
-    return (16, 64, 128) if axes["head_dim"] <= 128 else (16, 64)
 
 
 def pools(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,55 +149,15 @@ def make(
     return Problem(axes, list(lengths), q, k, v, tables, {"sm_scale": dim**-0.5})
 
 
-class Runner:
-    """One prepared variant."""
+class Runner(fa2_problems.Runner):
+    OP = "paged_prefill"
+    SCRATCH = 256 << 20
 
-    def __init__(self, bundle: Any, axes: Mapping[str, Any], scratch: int = SCRATCH) -> None:
-        """``scratch``: bytes, where sequences are cut into parts of a fixed length."""
-        self.axes, self.scratch = axes, scratch
-        self.op = bundle.prepare("paged_prefill", **axes)
-
-    def arguments(self, p: Problem, **changes: Any) -> dict[str, Any]:
-        """Arguments of ``run`` with outputs, scratch and a plan that held NaN, and what else they say; not yet planned."""
-        args = {
-            "q": p.q,
-            "k": p.k,
-            "v": p.v,
-            "o": torch.full_like(p.q, float("nan"), memory_format=torch.contiguous_format),
-            "lse": torch.full(p.q.shape[:2], float("nan"), device="cuda"),
-            "page_indices": i32(p.page_indices).cuda(),
-            "stream": torch.cuda.current_stream(),
-            **self.lengths(p),
-            **p.call,
-            **changes,
-        }
-        size = self.op.plan(**args)
-        # With parts of a fixed length the size for all lengths with these totals is far from what they need.
-        scratch = self.scratch if args.get("kv_chunk", 0) > 0 else self.op.workspace_size(**args)
-        plan = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, pin_memory=True)
-        return {
-            **args,
-            "plan": plan,
-            "plan_device": torch.full_like(plan, 0xFF, device="cuda"),
-            "workspace": torch.full((scratch,), 0xFF, dtype=torch.uint8, device="cuda"),
-        }
-
-    @staticmethod
-    def lengths(p: Problem) -> dict[str, torch.Tensor]:
-        """What plan reads."""
+    def lengths(self, p: Problem) -> dict[str, torch.Tensor]:
         return {"qo_indptr": i32(p.qo), "page_indptr": i32(p.page_indptr), "kv_lens": i32(p.kv_lens)}
 
-    def plan(self, args: dict[str, Any]) -> None:
-        used = self.op.plan(**args)
-        args["plan_device"][:used].copy_(args["plan"][:used], non_blocking=True)
-
-    def run(self, p: Problem, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """o and lse of every row of q, in memory that held NaN before."""
-        args = self.arguments(p, **changes)
-        self.plan(args)
-        self.op.run(**args)
-        torch.cuda.synchronize()
-        return args["o"], args["lse"]
+    def keys(self, p: Problem) -> dict[str, torch.Tensor]:
+        return {"page_indices": i32(p.page_indices).cuda()}
 
 
 def oracle(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,30 +172,3 @@ def oracle(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         sm_scale=p.call["sm_scale"],
         causal=p.axes["causal"],
     )
-
-
-def worst_row(p: Problem, out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest ||error|| / ||reference|| of one head of a row that sees a key; NaN counts as infinite."""
-    seen = p.seen()
-    found, wanted = out[: len(seen)][seen].double(), expected[: len(seen)][seen]
-    if found.numel() == 0:
-        return 0.0
-    error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-12)
-    return float(error.nan_to_num(float("inf")).max())
-
-
-def worst_lse(p: Problem, lse: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference of one head of a row that sees a key."""
-    seen = p.seen()
-    if not seen.any():
-        return 0.0
-    error = (lse[: len(seen)][seen].double() - expected[: len(seen)][seen]).abs()
-    return float(error.nan_to_num(float("inf")).max())
-
-
-def unseen_are_zeros(p: Problem, out: torch.Tensor, lse: torch.Tensor) -> bool:
-    """Whether rows that see nothing are exact zeros with an lse of -inf, and what is past the sequences was left alone."""
-    rows, unseen = len(p.seen()), ~p.seen()
-    zeros = out[:rows][unseen].count_nonzero() == 0 and not out[:rows][unseen].isnan().any()
-    ends = bool((lse[:rows][unseen] == -torch.inf).all())
-    return bool(zeros) and ends and bool(out[rows:].isnan().all()) and bool(lse[rows:].isnan().all())
