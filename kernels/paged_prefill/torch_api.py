@@ -32,6 +32,7 @@ from kernseal.kernels.ragged_prefill.planned import (
     refuse_attention,
     refuse_lse,
     refuse_scales,
+    refuse_window,
     rows_of,
     uniform_tile,
 )
@@ -386,7 +387,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         refuse(kv_cache_sf=kv_cache_sf, args=args or None, sinks=sinks)
         refuse(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         refuse(use_fp16_softmax=use_fp16_softmax or None, uses_spcompress=uses_spcompress or None)
-        _refuse_window(window_left)
+        refuse_window(window_left)
         refuse_lse(lse_base, lse_layout)
         return self._run_paged(q, paged_kv_cache, out, lse, return_lse, enable_pdl, q_scale, k_scale, v_scale)
 
@@ -591,7 +592,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         """
         refuse(kv_cache_sf=kv_cache_sf, args=args or None, sinks=sinks)
         refuse(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
-        _refuse_window(window_left)
+        refuse_window(window_left)
         if q_len_per_req is not None and q_len_per_req != self._q_len:
             raise InvalidArgument(f"q_len_per_req is {q_len_per_req}; the plan is for {self._q_len}")
         return self._run_paged(q, paged_kv_cache, out, lse, return_lse, enable_pdl, q_scale, k_scale, v_scale)
@@ -631,11 +632,6 @@ def _lengths(ends: torch.Tensor, last: torch.Tensor, page_size: int) -> torch.Te
     """Keys of each sequence."""
     pages = ends.diff()
     return torch.where(pages > 0, (pages - 1) * page_size + last, 0).to(torch.int32)
-
-
-def _refuse_window(window_left: int | None) -> None:
-    if window_left is not None and window_left >= 0:
-        raise Unsupported(f"window_left is {window_left}; there is no window (-1)")
 
 
 def _unpack(cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:

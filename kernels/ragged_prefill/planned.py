@@ -296,9 +296,14 @@ def refuse_attention(pos_encoding_mode: str, window_left: int, logits_soft_cap: 
     """Raises Unsupported for attention that these kernels do not do."""
     if pos_encoding_mode != "NONE":
         raise Unsupported(f"pos_encoding_mode is {pos_encoding_mode!r}; only 'NONE' is supported")
-    if window_left >= 0:
-        raise Unsupported(f"window_left is {window_left}; there is no window (-1)")
+    refuse_window(window_left)
     refuse(logits_soft_cap=logits_soft_cap or None)
+
+
+def refuse_window(window_left: int | None) -> None:
+    """Raises Unsupported for a window."""
+    if window_left is not None and window_left >= 0:
+        raise Unsupported(f"window_left is {window_left}; there is no window (-1)")
 
 
 def dtype_of(q: str | torch.dtype, kv: str | torch.dtype | None, o: str | torch.dtype | None) -> torch.dtype:
