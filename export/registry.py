@@ -105,7 +105,7 @@ def push(bundle: Path, reference: str, policy: Policy, transport: Transport) -> 
     """Upload a bundle that ``policy`` accepts.
 
     Raises:
-        VerificationFailed: the policy does not accept the bundle; nothing was sent.
+        VerificationFailed: the policy does not accept the bundle, or it is more than a pull takes; nothing was sent.
         InvalidArgument: the reference is not one, or names a digest.
         IoError: the registry could not be reached or refused.
     """
@@ -114,16 +114,17 @@ def push(bundle: Path, reference: str, policy: Policy, transport: Transport) -> 
             f"reference {reference!r}: a push gives a tag; supported is HOST[:PORT]/NAME:TAG"
         )
     found = whole.read(bundle, policy)
+    packed = {name: compressed.pack(data) for name, data in found.files.items()}
+    manifest = registry_manifest(packed, {name: len(data) for name, data in found.files.items()})
+    layers = read_manifest(manifest)  # as pull will read it: what that refuses is not sent
     remote = _Remote(reference, transport)
     with tempfile.TemporaryDirectory(prefix="kernseal-push-") as folder, remote.errors():
         blob = Path(folder) / "blob"
-        packed = {name: compressed.pack(data) for name, data in found.files.items()}
         for data in (EMPTY, *packed.values()):
             blob.write_bytes(data)
             remote.upload(blob, data)
-        manifest = registry_manifest(packed, {name: len(data) for name, data in found.files.items()})
         remote.upload_manifest(manifest)
-    return Pushed(f"sha256:{hashlib.sha256(manifest).hexdigest()}", _sizes(read_manifest(manifest)))
+    return Pushed(f"sha256:{hashlib.sha256(manifest).hexdigest()}", _sizes(layers))
 
 
 def registry_manifest(packed: Mapping[str, bytes], sizes: Mapping[str, int]) -> bytes:

@@ -132,6 +132,15 @@ def test_a_bundle_that_does_not_verify_is_not_sent(bundle: made.Made, host: str,
     assert not list(storage.rglob("unsent"))
 
 
+def test_a_bundle_larger_than_a_pull_takes_is_not_sent(
+    bundle: made.Made, host: str, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "MAX_BUNDLE_BYTES", 1000)
+    with pytest.raises(VerificationFailed, match="files of at most 1000 bytes together"):
+        registry.push(bundle.path, f"{host}/toolarge:1", policy_of(bundle), PLAIN)
+    assert not list(storage.rglob("toolarge"))
+
+
 def test_a_bundle_that_the_puller_does_not_trust_is_refused_and_leaves_nothing(
     bundle: made.Made, tmp_path: Path, host: str
 ) -> None:
